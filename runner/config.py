@@ -1,0 +1,57 @@
+"""The runner's configuration: built once from the command line by the server, passed on as JSON, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import msgspec
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackendName = Literal["auto", "sdpa", "triton"]
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """None means that the runner chooses, by model and device (see `runner.limits`)."""
+
+    address: str = ""
+    """ZeroMQ endpoint of the PULL socket that the runner binds for its workers' messages."""
+    model: str | None = None
+    """A local Hugging Face folder or a hub id; None is the embedded default model."""
+    device: DeviceName = "auto"
+    dtype: DTypeName = "auto"
+    max_model_len: int | None = None
+    """Rows of prompt and answer together."""
+    max_num_seqs: int | None = None
+    """Request slots."""
+    max_num_batched_tokens: int | None = None
+    """Rows computed in one step, at most."""
+    block_size: int = 16
+    """Rows per KV block."""
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    load_format: LoadFormat = "auto"
+    seed: int = 0
+    """Seeds dummy weights; requests carry seeds of their own."""
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    """None: on where the device runs beside the host (CUDA), off on the CPU, where there is nothing to overlap."""
+    enable_prefix_caching: bool = True
+    attention_backend: AttentionBackendName = "auto"
+    trust_remote_code: bool = False
+    max_queue: int = 1024
+    """Requests accepted and waiting for a slot, at most; one more is rejected."""
+    max_row_bytes: int = 4 << 30
+    """Host memory for the prompt embeddings of unfinished requests, at most."""
+    debug_checks: bool = False
+    """Start from garbage instead of zeros and compare `is_token_ids` with the schedule on every step (slow)."""
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(asdict(self)).decode()
+
+    @staticmethod
+    def from_json(text: str) -> RunnerConfig:
+        return msgspec.json.decode(text, type=RunnerConfig)

@@ -1,0 +1,312 @@
+"""The engine: requests in, steps launched one ahead of the results, tokens out.
+
+One per runner, driven by `runner.__main__`'s loop (and by tests, without a process). It owns the scheduler and the
+device and turns what retires into messages; where messages come from and go to is `runner.endpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.attention.backend import AttentionBackend, AttentionBatch
+from runner.config import RunnerConfig
+from runner.default_model import default_model_path
+from runner.device_step import DeviceStep, Launched, max_admitted_rows
+from runner.kv_cache import KVCache
+from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
+from runner.messages import End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
+from runner.model import Model, load_model
+from runner.sampler import Logprobs
+from runner.scheduler import Scheduler
+from runner.sequence import Key, Request, Sequence
+from runner.step import Step
+
+Emit = Callable[[int, StepOutput], None]
+"""(worker, what a step produced for it)"""
+
+
+@dataclass
+class _Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    accepted_row_bytes: int = 0
+
+
+class Engine:
+    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, limits: Limits, config: RunnerConfig,
+                 emit: Emit) -> None:  # fmt: skip
+        self.model, self.limits, self.config = model, limits, config
+        self.scheduler = Scheduler(
+            num_slots=limits.max_num_seqs,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_admitted_rows=max_admitted_rows(limits.max_model_len, limits.max_num_batched_tokens),
+        )
+        self.device = DeviceStep(
+            model,
+            cache,
+            backend,
+            num_slots=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            debug_checks=config.debug_checks,
+        )
+        self.info = ModelInfo(
+            path=model.path,
+            model_type=str(model.config.model_type),
+            dtype=model.dtype_name,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            max_model_len=limits.max_model_len,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+        )
+        overlap = config.async_scheduling
+        self._depth = 1 if (model.device.type == "cuda" if overlap is None else overlap) else 0
+        self._launched: deque[Launched] = deque()
+        self._emit = emit
+        self._counters = _Counters()
+        self.released_row_bytes = 0
+        """Of prompt embeddings, since start. Only grows, and only on the engine's thread."""
+
+    @staticmethod
+    def load(config: RunnerConfig, emit: Emit, progress: Callable[[str], None] = lambda stage: None) -> Engine:
+        """Loads the model and sizes everything to the device.
+
+        Raises:
+            UnsupportedModel, BadConfiguration, DefaultModelError: fit for the operator.
+        """
+        from transformers import AutoConfig
+
+        device = choose_device(config)
+        path = config.model if config.model is not None else str(default_model_path(progress))
+        progress(f"loading {path}")
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        model, hf = load_model(config, path, device, choose_dtype(config, hf_config.get_text_config()))
+        backend = make_backend(config, model)
+        limits = choose_limits(config, model)
+        progress("sizing the KV cache")
+        reserve = check_and_measure(model, hf, backend, limits, config.block_size)
+        num_blocks = choose_num_blocks(config, model, limits, reserve)
+        cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
+        return Engine(model, cache, backend, limits, config, emit)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self._counters.accepted_row_bytes += request.row_bytes
+        self.scheduler.add(request)
+
+    def abort(self, key: Key, choice: int = -1) -> None:
+        sequences = self.scheduler.requests.get(key)
+        if sequences:
+            request = sequences[0].request
+            self.scheduler.abort(key, choice)
+            self._release_rows(request)
+
+    def abort_worker(self, worker: int) -> None:
+        """Aborts everything that came from a worker."""
+        for key in [key for key in self.scheduler.requests if key[0] == worker]:
+            self.abort(key)
+
+    def _release_rows(self, request: Request) -> None:
+        if request.key not in self.scheduler.requests:
+            self.released_row_bytes += request.row_bytes
+
+    @property
+    def ended_sequences(self) -> int:
+        """Since start. Only grows, and only on the engine's thread."""
+        return self.scheduler.ended_sequences
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def stats(self) -> Stats:
+        scheduler, counters = self.scheduler, self._counters
+        return Stats(
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting),
+            blocks_used=scheduler.pool.num_used,
+            blocks_total=scheduler.pool.num_blocks - 1,
+            steps=counters.steps,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            row_bytes=counters.accepted_row_bytes - self.released_row_bytes,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Launches the next step, then takes in the results of the one before it.
+
+        time ──►  host    schedule N+1 · launch N+1 · wait N · retire N · schedule N+2 · …
+                  device  ─────── N ──────────┤──────────── N+1 ─────────────┤──── N+2 …
+        """
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._launched.append(self.device.launch(step))
+        # Nothing launched: the scheduler may be waiting for what is in flight.
+        if self._launched and (step is None or len(self._launched) > self._depth):
+            self._retire(self._launched.popleft())
+
+    def _retire(self, launched: Launched) -> None:
+        launched.done.wait()
+        step = launched.step
+        outputs: dict[int, StepOutput] = {}
+
+        def output(sequence: Sequence) -> StepOutput:
+            worker = sequence.request.key[0]
+            if worker not in outputs:
+                outputs[worker] = StepOutput([], [], [])
+            return outputs[worker]
+
+        now = time.monotonic()
+        for admission in step.admissions:
+            sequence = admission.sequence
+            if not sequence.started and not sequence.ended:
+                sequence.started = True
+                request = sequence.request
+                cached = min(admission.computed, request.prompt_len)
+                output(sequence).started.append(Started(request.key[1], sequence.choice, cached, now - request.arrived))
+        for score, targets, logprobs in launched.prompt_logprobs:
+            sequence = step.sequences[score.entry]
+            if not sequence.ended:
+                tokens = targets.tolist()
+                entries = tuple(None if t < 0 else e for t, e in zip(tokens, _token_logprobs(tokens, logprobs, score.top), strict=True))  # fmt: skip
+                output(sequence).prompt_logprobs.append(
+                    PromptLogprobs(sequence.request.key[1], score.start, entries)
+                )
+
+        tokens = launched.tokens[: step.num_entries].numpy().copy()
+        entries, ended = self.scheduler.retire(step, tokens)
+        self._count(step, len(entries))
+        logprobs_by_entry = self._logprobs_by_entry(launched)
+        for entry, token in zip(entries.tolist(), tokens[entries].tolist(), strict=True):
+            sequence = step.sequences[entry]
+            out = output(sequence)
+            out.requests.append(sequence.request.key[1])
+            out.choices.append(sequence.choice)
+            out.tokens.append(token)
+            if logprobs_by_entry:
+                out.logprobs.append(logprobs_by_entry.get(entry))
+        for end in ended:
+            request = end.sequence.request
+            output(end.sequence).ends.append(End(request.key[1], end.sequence.choice, end.reason, end.stop_token))
+            self._release_rows(request)
+        for worker, message in outputs.items():
+            self._emit(worker, message)
+
+    def _count(self, step: Step, sampled: int) -> None:
+        self._counters.steps += 1
+        self._counters.generated_tokens += sampled
+        counts = np.diff(step.starts)
+        self._counters.prompt_tokens += int(counts.sum()) - step.num_decodes
+
+    @staticmethod
+    def _logprobs_by_entry(launched: Launched) -> dict[int, TokenLogprobs]:
+        if launched.logprobs is None:
+            return {}
+        entries = launched.logprob_entries
+        tokens = launched.tokens[entries].tolist()
+        result = {}
+        for entry, row in zip(entries, _token_logprobs(tokens, launched.logprobs, None), strict=True):
+            top = launched.step.sequences[entry].request.sampling.logprobs or 0
+            result[entry] = TokenLogprobs(row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top])
+        return result
+
+
+def _token_logprobs(tokens: list[int], logprobs: Logprobs, top: int | None) -> list[TokenLogprobs]:
+    rows = zip(
+        tokens,
+        logprobs.logprob.tolist(),
+        logprobs.rank.tolist(),
+        logprobs.top_tokens[:, :top].tolist(),
+        logprobs.top_logprobs[:, :top].tolist(),
+        strict=True,
+    )
+    return [TokenLogprobs(t, lp, rank, tuple(ids), tuple(values)) for t, lp, rank, ids, values in rows]
+
+
+def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
+    name = config.attention_backend
+    if name == "auto":
+        name = "triton" if model.device.type == "cuda" else "sdpa"
+    if name == "triton":
+        if model.device.type != "cuda":
+            raise BadConfiguration("--attention-backend triton needs a CUDA device")
+        from runner.attention.triton_attention import TritonAttention
+
+        return TritonAttention()
+    from runner.attention.sdpa import SdpaAttention
+
+    return SdpaAttention()
+
+
+def check_and_measure(model: Model, hf: object, backend: AttentionBackend, limits: Limits, block_size: int) -> int:
+    """Checks the model's head on a few rows and, on CUDA, returns the bytes that the largest step takes beyond weights
+    and cache."""
+    import torch
+    from transformers import PreTrainedModel
+
+    assert isinstance(hf, PreTrainedModel)
+    cuda = model.device.type == "cuda"
+    rows = 8
+    model.check_head(hf, trial_batch(model, backend, rows, block_size))
+    if not cuda:
+        return 0
+    rows = limits.max_num_batched_tokens
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    with torch.inference_mode():
+        batch = trial_batch(model, backend, rows, block_size)
+        hidden = model.forward(model.embed(torch.zeros(rows, dtype=torch.int64, device=model.device)), batch.positions, batch)  # fmt: skip
+        # Raw logits, a filtered copy and the sampler's temporaries.
+        logits = model.logits(hidden[: limits.max_num_seqs])
+        peak = torch.cuda.max_memory_allocated(model.device) - before
+        peak = max(peak, 6 * logits.nbytes)
+    del batch, hidden, logits
+    torch.cuda.empty_cache()
+    state = limits.max_num_seqs * limits.max_model_len * 4 + 2 * rows * model.hidden_size * model.dtype.itemsize
+    return int(peak * 1.1) + state + (512 << 20)
+
+
+def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: int) -> AttentionBatch:
+    """One sequence of `rows` rows, all in one prefill, over a cache of its own."""
+    import torch
+
+    blocks = -(-rows // block_size)
+    cache = KVCache(model.kv_shapes, blocks + 1, block_size, model.dtype, model.device)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=model.device)
+
+    positions = torch.arange(rows, device=model.device)
+    return AttentionBatch(
+        backend=backend,
+        key_caches=cache.keys,
+        value_caches=cache.values,
+        block_table=torch.arange(1, blocks + 1, dtype=torch.int32, device=model.device)[None],
+        entry_slots=ints(0, 0),
+        entry_starts=ints(0, rows),
+        seq_lens=ints(rows),
+        positions=positions,
+        cache_index=positions + block_size,
+        num_entries=1,
+        num_decodes=0,
+        max_seq_len=rows,
+        host_starts=[0, rows],
+        host_seq_lens=[rows],
+    )

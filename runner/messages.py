@@ -1,0 +1,234 @@
+"""The messages between an API process (a *worker*) and the runner: the only part of `runner` that `server` imports.
+
+Transport: ZeroMQ over unix sockets in a private folder. The runner binds one PULL socket for every worker's messages;
+each worker binds one PULL socket of its own and names it in `Hello`. Every message is one msgpack frame (a tagged
+array); `Generate` is followed by raw frames, in this order:
+
+1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
+2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
+   row's bytes in the model's dtype. Empty when there is no embedding row;
+3. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order.
+
+A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+EMBEDDING_ID = -1
+"""Stands in `token_ids` for a row that is an embedding. Clamped before any lookup, skipped by every count."""
+
+DIGEST_BYTES = 16
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RejectReason = Literal["queue_full", "rows_full", "invalid"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How one request's tokens are chosen. Validated by the worker; the runner only re-checks token ids."""
+
+    max_tokens: int
+    """At least 1 and at most max_model_len - prompt length; 0 only together with `prompt_logprobs` (scoring)."""
+    min_tokens: int = 0
+    """No id of `stop_token_ids` is sampled before so many tokens."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    """Signed 64-bit. The worker draws one at random where the client gives none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Every id that ends generation, the model's own included unless `ignore_eos` was asked for."""
+    logprobs: int | None = None
+    """None: off. k >= 0: the sampled token's log-probability and the k best."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt row but the first. Such a request reads no cached prefix."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A run of embedding rows in the prompt."""
+
+    start: int
+    length: int
+
+
+# --- worker to runner ---------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A worker's first message. Answered by `Loading` or `Ready`."""
+
+    worker: int
+    address: str
+    """Where the worker's own PULL socket is bound."""
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
+    """One prompt, `n` choices. Followed by raw frames (see the module's docstring)."""
+
+    worker: int
+    request: int
+    n: int
+    sampling: SamplingParams
+    spans: tuple[Span, ...] = ()
+    cache_salt: str = ""
+    """Requests with different salts never share cached blocks."""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """The worker wants nothing more of this request (or of one choice). No `End` is sent for what it names."""
+
+    worker: int
+    request: int
+    choice: int = -1
+    """-1: every choice."""
+
+
+# --- runner to worker ---------------------------------------------------------------------------------------------
+
+
+class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker must know of the loaded model."""
+
+    path: str
+    """The local folder that it was loaded from (config, tokenizer, generation config)."""
+    model_type: str
+    dtype: str
+    """"float32", "float16" or "bfloat16": the dtype of embedding rows on the wire between worker and runner."""
+    hidden_size: int
+    """The width of an embedding row."""
+    vocab_size: int
+    """Ids 0 … vocab_size - 1 have a row in the embedding table."""
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's gauges and counters (since start), as they were when the message was sent."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    prompt_tokens: int = 0
+    """Prompt rows computed (recomputation included, cached ones not)."""
+    generated_tokens: int = 0
+    row_bytes: int = 0
+    """Host memory held by prompt embeddings of unfinished requests, bytes."""
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+    """The model is not there yet. Sent again at each stage."""
+
+    stage: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    model: ModelInfo
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Loading failed or the engine died; the runner exits right after. `message` is for the operator's log only."""
+
+    message: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """The engine thread went round its loop. Sent at least twice a second while it does."""
+
+    stats: Stats
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+    """The request is queued. Its first tokens may overtake this message."""
+
+    request: int
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
+    """The request will never run; nothing else is sent about it."""
+
+    request: int
+    reason: RejectReason
+    message: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural log, of the model's own distribution before temperature and penalties) at one
+    position."""
+
+    token: int
+    logprob: float
+    rank: int
+    """1 is the most probable token."""
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt positions start, start + 1, …; None where the row is an embedding. Every position from 1 on is sent exactly
+    once, in order."""
+
+    request: int
+    start: int
+    entries: tuple[TokenLogprobs | None, ...]
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A choice was given a slot for the first time."""
+
+    request: int
+    choice: int
+    cached_tokens: int
+    """Prompt rows taken from the prefix cache."""
+    queue_seconds: float
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """The choice's last message. Its last token, if it made one in this step, is in `StepOutput.tokens` too."""
+
+    request: int
+    choice: int
+    reason: FinishReason
+    stop_token: int | None = None
+    """The id of `stop_token_ids` that ended it; it is also the last of the choice's tokens."""
+    message: str = ""
+    """For reason "error" only; fit for a client."""
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Everything that one step produced for one worker. The first three lists run in parallel, one entry a token."""
+
+    requests: list[int]
+    choices: list[int]
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty, or parallel to `tokens`."""
+    started: list[Started] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    ends: list[End] = []
+
+
+ToRunner = Hello | Generate | Abort
+FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_runner = msgspec.msgpack.Decoder(ToRunner).decode
+decode_from_runner = msgspec.msgpack.Decoder(FromRunner).decode

@@ -1,0 +1,337 @@
+"""Decides what every step computes, and accounts for it when its tokens arrive.
+
+Called by the engine loop: `schedule` before a launch, `retire` after the launched step's results are on the host. The
+host runs one step ahead: `length` and `computed` below count what has been *launched*; token values arrive later. Ends
+that are known beforehand (max_tokens) are applied at the launch; a surprise (a stop token, an abort) ends the sequence
+at once on the host, and the row that was launched meanwhile is dropped.
+
+Two rules keep blocks and slots safe. They are given back only when the last launched step that reads them has
+retired. And a sequence is preempted only when nothing is in flight: when blocks run out, the step in flight is retired
+first (it often frees some), so a preempted sequence never has a token on its way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.blocks import BlockPool
+from runner.messages import FinishReason
+from runner.sequence import Key, Request, Sequence
+from runner.step import Admission, PromptScore, Step
+
+
+class SlotTable:
+    """The scheduler's own arrays, indexed by slot: the host's side of `slots.SlotState`."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        blocks_per_seq = -(-max_model_len // block_size)
+        self.sequences: list[Sequence | None] = [None] * num_slots
+        self.token_ids: NDArray[np.int32] = np.zeros((num_slots, max_model_len), np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros((num_slots, blocks_per_seq), np.int32)
+        self.num_blocks: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.length: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.computed: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.known: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """Rows whose token ids have arrived: `length` less what is in flight."""
+        self.prompt_len: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.limit: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.published: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """Blocks offered to the prefix cache."""
+        self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.open: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Has rows left to launch."""
+        self.stop_ids: NDArray[np.int32] = np.full((num_slots, 4), -1, np.int32)
+        self.free = list(range(num_slots - 1, -1, -1))
+
+    def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            grown = np.full((len(self.sequences), len(stop_ids)), -1, np.int32)
+            grown[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = grown
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+
+class Ended:
+    """A sequence that a retired step ended."""
+
+    __slots__ = ("reason", "sequence", "stop_token")
+
+    def __init__(self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None) -> None:
+        self.sequence = sequence
+        self.reason = reason
+        self.stop_token = stop_token
+
+
+class Scheduler:
+    """First come, first served; every running sequence decodes in every step, and what is left of the token budget goes
+    to prompts, in chunks."""
+
+    def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
+                 max_num_batched_tokens: int, max_admitted_rows: int) -> None:  # fmt: skip
+        if max_num_batched_tokens < num_slots:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs: every sequence decodes in every step")
+        self.block_size = block_size
+        self.budget = max_num_batched_tokens
+        self.max_admitted_rows = max_admitted_rows
+        self.pool = BlockPool(num_blocks)
+        self.table = SlotTable(num_slots, max_model_len, block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.requests: dict[Key, list[Sequence]] = {}
+        self.num_in_flight = 0
+        self.ended_sequences = 0
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._admissions = 0
+        # A little room for the running to grow into, lest the newest be admitted only to be preempted.
+        self._watermark = num_blocks // 100
+
+    # --- requests come and go ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        sequences = Sequence.of_request(request)
+        self.requests[request.key] = sequences
+        self.waiting.extend(sequences)
+
+    def abort(self, key: Key, choice: int = -1) -> None:
+        """Ends a request's sequences (one, or all) without a trace; those already ended are left alone."""
+        for sequence in list(self.requests.get(key, ())):
+            if choice in (-1, sequence.choice):
+                self._end(sequence)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.table.sequences) - len(self.table.free)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests) or self.num_in_flight > 0
+
+    # --- before a launch --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, counted as launched; None if nothing can be launched before the step in flight retires (or at
+        all)."""
+        table = self.table
+        decodes = np.nonzero(table.open & (table.length - table.computed == 1))[0]
+        lacking = decodes[table.computed[decodes] // self.block_size >= table.num_blocks[decodes]]
+        while len(lacking) > self.pool.num_free:
+            if self.num_in_flight:
+                return None
+            self._preempt_newest()
+            decodes, lacking = decodes[table.open[decodes]], lacking[table.open[lacking]]
+        new_blocks = np.zeros(len(table.sequences), np.int32)
+        if len(lacking):
+            blocks = self.pool.allocate(len(lacking))
+            new_blocks[lacking] = blocks
+            table.blocks[lacking, table.num_blocks[lacking]] = blocks
+            table.num_blocks[lacking] += 1
+
+        budget = self.budget - len(decodes)
+        chunks: list[tuple[int, int]] = []  # (slot, rows)
+        prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
+        for slot in prefills[np.argsort(table.admission[prefills])].tolist():
+            budget = self._take_chunk(chunks, slot, budget)
+        admissions: list[Admission] = []
+        room = self.max_admitted_rows
+        while budget > 0 and (admission := self._admit(room)):
+            admissions.append(admission)
+            room -= len(admission.sequence.token_ids)
+            budget = self._take_chunk(chunks, admission.sequence.slot, budget)
+
+        singles = [slot for slot, rows in chunks if rows == 1]
+        chunks = [chunk for chunk in chunks if chunk[1] > 1]
+        slots = np.concatenate([decodes, singles, [slot for slot, _ in chunks]]).astype(np.int32)
+        if not len(slots):
+            return None
+        num_decodes = len(decodes) + len(singles)
+        counts = np.ones(len(slots), np.int32)
+        counts[num_decodes:] = [rows for _, rows in chunks]
+        return self._launch(slots, counts, new_blocks[slots], num_decodes, admissions)
+
+    def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int) -> int:
+        rows = min(int(self.table.length[slot] - self.table.computed[slot]), budget)
+        if rows > 0:
+            chunks.append((slot, rows))
+        return budget - rows
+
+    def _admit(self, room: int) -> Admission | None:
+        """Gives the first waiting sequence that may run a slot and the blocks of all its known rows, if both are there
+        and it has at most `room` known rows."""
+        table = self.table
+        sequence = next((s for s in self.waiting if s.waits_for is None), None)
+        if sequence is None or not table.free or len(sequence.token_ids) > room:
+            return None
+        request, known = sequence.request, len(sequence.token_ids)
+        cached: list[int] = []
+        if request.sampling.prompt_logprobs is None:
+            # The last row is always computed: its logits are what the next token is sampled from.
+            links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
+            cached = self.pool.acquire(links[: (known - 1) // self.block_size])
+        missing = -(-known // self.block_size) - len(cached)
+        if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
+            self.pool.release(cached)
+            return None
+        self.waiting.remove(sequence)
+        blocks = np.array(cached + self.pool.allocate(missing), np.int32)
+        computed = len(cached) * self.block_size
+        self.prefix_queries += known
+        self.prefix_hits += computed
+
+        slot = table.free.pop()
+        table.sequences[slot] = sequence
+        table.token_ids[slot, :known] = sequence.token_ids
+        table.blocks[slot, : len(blocks)] = blocks
+        table.num_blocks[slot] = len(blocks)
+        table.length[slot] = table.known[slot] = known
+        table.computed[slot] = computed
+        table.prompt_len[slot] = request.prompt_len
+        table.limit[slot] = sequence.limit
+        table.published[slot] = len(cached)
+        table.admission[slot] = sequence.admission = self._admissions
+        table.open[slot] = True
+        table.set_stop_ids(slot, request.sampling.stop_token_ids)
+        self._admissions += 1
+        sequence.slot = slot
+        return Admission(sequence, computed, blocks)
+
+    def _launch(self, slots: NDArray[np.int32], counts: NDArray[np.int32], new_blocks: NDArray[np.int32],
+                num_decodes: int, admissions: list[Admission]) -> Step:  # fmt: skip
+        table = self.table
+        sequences = [s for slot in slots.tolist() if (s := table.sequences[slot]) is not None]
+        before = table.computed[slots]
+        computed = before + counts
+        reaches_end = computed == table.length[slots]
+        samples = reaches_end & (table.length[slots] < table.limit[slots])
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        step = Step(slots, starts, computed, new_blocks, samples, table.length[slots].copy(), num_decodes, sequences,
+                    admissions)  # fmt: skip
+        for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
+            self._add_prompt_rows(step, entry, int(before[entry]))
+        table.computed[slots] = computed
+        table.length[slots] += samples
+        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
+        for sequence in sequences:
+            sequence.in_flight += 1
+        self.num_in_flight += 1
+        return step
+
+    def _add_prompt_rows(self, step: Step, entry: int, start: int) -> None:
+        """The parts of a step that only a chunk of a prompt has: its embedding rows, and the rows to score."""
+        sequence, end = step.sequences[entry], int(step.computed[entry])
+        request, first_row = sequence.request, int(step.starts[entry])
+        for position, rows in request.embedding_rows(start, end):
+            step.embedding_runs.append((first_row + position - start, rows))
+        top = request.sampling.prompt_logprobs
+        if top is not None:
+            # Row p predicts position p + 1. After a preemption, rows that were scored before are not scored again.
+            score_start = max(start + 1, sequence.prompt_logprobs_sent)
+            score_end = min(end + 1, request.prompt_len)
+            if score_start < score_end:
+                score = PromptScore(entry, first_row + score_start - 1 - start, score_start, score_end, top)
+                step.prompt_scores.append(score)
+                sequence.prompt_logprobs_sent = score_end
+
+    def _preempt_newest(self) -> None:
+        """Takes slot and blocks from the sequence admitted last; it waits at the front, keeping its tokens."""
+        table = self.table
+        sequence = max((s for s in table.sequences if s is not None), key=lambda s: s.admission)
+        sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
+        self._give_back(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    # --- after a step -----------------------------------------------------------------------------------------------
+
+    def retire(self, step: Step, tokens: NDArray[np.int64]) -> tuple[NDArray[np.intp], list[Ended]]:
+        """Takes in a step's results.
+
+        Args:
+            tokens: [E], read where `step.samples`.
+
+        Returns:
+            The entries whose token counts (ended sequences' don't), and the sequences that ended with this step.
+        """
+        table = self.table
+        self.num_in_flight -= 1
+        live = np.fromiter((not s.ended for s in step.sequences), np.bool_, len(step.sequences))
+        entries = np.nonzero(step.samples & live)[0]
+        slots, new = step.slots[entries], tokens[entries]
+        table.token_ids[slots, step.positions[entries]] = new
+        table.known[slots] = step.positions[entries] + 1
+        self._publish(step, np.nonzero(live)[0])
+
+        stopped = (table.stop_ids[slots] == new[:, None]).any(1)
+        full = table.known[slots] == table.limit[slots]
+        ended: list[Ended] = []
+        for i in np.nonzero(stopped | full)[0].tolist():
+            sequence = step.sequences[entries[i]]
+            ended.append(Ended(sequence, "stop", int(new[i])) if stopped[i] else Ended(sequence, "length"))
+        # A sequence that samples nothing at all (max_tokens 0) ends with its prompt's last row.
+        scored = live & ~step.samples & (step.computed == table.limit[step.slots])
+        scored &= table.limit[step.slots] == table.prompt_len[step.slots]
+        ended += [Ended(step.sequences[entry], "length") for entry in np.nonzero(scored)[0].tolist()]
+
+        for sequence in step.sequences:
+            sequence.in_flight -= 1
+        for end in ended:
+            self._end(end.sequence)
+        for entry in np.nonzero(~live)[0].tolist():
+            self._release_if_ended(step.sequences[entry])
+        return entries, ended
+
+    def _publish(self, step: Step, entries: NDArray[np.intp]) -> None:
+        """Offers the blocks that this step completed to the prefix cache, and lets waiting siblings in."""
+        table = self.table
+        slots, computed = step.slots[entries], step.computed[entries]
+        complete = computed // self.block_size
+        for i in np.nonzero(complete > table.published[slots])[0].tolist():
+            slot, sequence = int(slots[i]), step.sequences[entries[i]]
+            # Every row of a complete block was an input of this step or an earlier one: its id has arrived.
+            ids = table.token_ids[slot, : computed[i]]
+            links = sequence.hashes.extend(ids, sequence.request.row_digests)
+            for block in range(int(table.published[slot]), int(complete[i])):
+                self.pool.publish(int(table.blocks[slot, block]), links[block])
+            table.published[slot] = complete[i]
+        for i in np.nonzero((computed >= table.prompt_len[slots]) & (step.positions[entries] == table.prompt_len[slots]))[0].tolist():  # fmt: skip
+            self._free_siblings(step.sequences[entries[i]])
+
+    def _free_siblings(self, sequence: Sequence) -> None:
+        for sibling in self.requests.get(sequence.request.key, ()):
+            if sibling.waits_for is sequence:
+                sibling.waits_for = None
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.ended:
+            return
+        sequence.ended = True
+        self.ended_sequences += 1
+        self._free_siblings(sequence)
+        siblings = self.requests[sequence.request.key]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.requests[sequence.request.key]
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        else:
+            self.table.open[sequence.slot] = False
+            self._release_if_ended(sequence)
+
+    def _release_if_ended(self, sequence: Sequence) -> None:
+        if sequence.ended and sequence.in_flight == 0 and sequence.slot >= 0:
+            self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        table, slot = self.table, sequence.slot
+        self.pool.release(table.blocks[slot, : table.num_blocks[slot]].tolist())
+        table.sequences[slot] = None
+        table.open[slot] = False
+        table.free.append(slot)
+        sequence.slot = -1

@@ -1,0 +1,141 @@
+"""A request as the runner keeps it, and its sequences: one a choice.
+
+Made by the engine from a `Generate` message; scheduled, preempted and ended by the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.block_hash import BlockHashes
+from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span
+
+Key = tuple[int, int]
+"""(worker, request)"""
+
+
+class InvalidRequest(ValueError):
+    """The message doesn't describe a request that this runner can run. Workers check first; this is the second line."""
+
+
+@dataclass(eq=False)
+class Request:
+    key: Key
+    n: int
+    sampling: SamplingParams
+    token_ids: NDArray[np.int32]
+    """[prompt_len]"""
+    spans: tuple[Span, ...]
+    rows: tuple[NDArray[np.uint8], ...]
+    """[span.length, hidden_size * itemsize] each: the rows' bytes in the model's dtype, in the message's own memory."""
+    row_digests: bytes
+    hashes: BlockHashes
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows)
+
+    @staticmethod
+    def from_message(message: Generate, frames: list[memoryview], *, vocab_size: int, row_size: int, max_model_len: int,
+                     block_size: int, private_cache: bool) -> Request:  # fmt: skip
+        """Checks and wraps a message; the frames are viewed, not copied.
+
+        Args:
+            frames: see `runner.messages`. row_size: bytes of one embedding row.
+            private_cache: no block is ever shared with another request (prefix caching is off); siblings still share.
+
+        Raises:
+            InvalidRequest
+        """
+        spans, sampling = message.spans, message.sampling
+        if len(frames) != 2 + len(spans) or frames[0].nbytes % 4:
+            raise InvalidRequest("malformed frames")
+        token_ids = np.frombuffer(frames[0], np.int32)
+        prompt_len = len(token_ids)
+        if not 1 <= prompt_len <= max_model_len or prompt_len + sampling.max_tokens > max_model_len:
+            raise InvalidRequest(f"prompt and answer must fit in {max_model_len} rows")
+        if message.n < 1 or sampling.max_tokens < (0 if sampling.prompt_logprobs is not None else 1):
+            raise InvalidRequest("n and max_tokens must be at least 1")
+        embedding = token_ids == EMBEDDING_ID
+        if token_ids.max() >= vocab_size or token_ids.min() < EMBEDDING_ID:
+            raise InvalidRequest(f"token ids must be below {vocab_size}")
+        edits = [token for token, _ in sampling.logit_bias] + list(sampling.stop_token_ids)
+        if edits and not 0 <= min(edits) <= max(edits) < vocab_size:
+            raise InvalidRequest(f"token ids must be below {vocab_size}")
+        covered = 0
+        for span, frame in zip(spans, frames[2:], strict=True):
+            if span.length < 1 or span.start < covered or not embedding[span.start : span.start + span.length].all():
+                raise InvalidRequest("spans must be ordered and cover the embedding rows")
+            if frame.nbytes != span.length * row_size:
+                raise InvalidRequest(f"an embedding row has {row_size} bytes")
+            covered = span.start + span.length
+        num_embeddings = int(embedding.sum())
+        if num_embeddings != sum(span.length for span in spans) or frames[1].nbytes != num_embeddings * DIGEST_BYTES:
+            raise InvalidRequest("spans and digests must match the embedding rows")
+        salt = message.cache_salt.encode()
+        if private_cache:
+            salt += b"\0%d,%d" % (message.worker, message.request)
+        return Request(
+            key=(message.worker, message.request),
+            n=message.n,
+            sampling=sampling,
+            token_ids=token_ids,
+            spans=spans,
+            rows=tuple(np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in frames[2:]),
+            row_digests=bytes(frames[1]),
+            hashes=BlockHashes(salt, block_size),
+        )
+
+    def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
+        """The embedding rows among prompt rows start … end - 1: (prompt row of the first, their bytes) a run."""
+        runs = []
+        for span, rows in zip(self.spans, self.rows, strict=True):
+            first, last = max(span.start, start), min(span.start + span.length, end)
+            if first < last:
+                runs.append((first, rows[first - span.start : last - span.start]))
+        return runs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice of a request. While it runs, `slot` says where its counters live (`scheduler.SlotTable`)."""
+
+    request: Request
+    choice: int
+    hashes: BlockHashes
+    token_ids: NDArray[np.int32]
+    """The rows known when it last had no slot: the prompt, and after a preemption the tokens made before it."""
+    slot: int = -1
+    admission: int = -1
+    """Grows with every admission; the newest is preempted first."""
+    in_flight: int = 0
+    """Launched steps that read this sequence's slot and blocks and have not retired."""
+    ended: bool = False
+    started: bool = False
+    prompt_logprobs_sent: int = 1
+    """Prompt positions below this one need no log-probability (any more)."""
+    waits_for: Sequence | None = None
+    """The sibling that computes the prompt's blocks, until it has."""
+
+    @property
+    def limit(self) -> int:
+        """Rows at which the sequence ends with reason "length"."""
+        return self.request.prompt_len + self.request.sampling.max_tokens
+
+    @staticmethod
+    def of_request(request: Request) -> list[Sequence]:
+        """A request's sequences; all but the first wait for it to fill the prompt's blocks."""
+        request.hashes.extend(request.token_ids, request.row_digests)
+        sequences = [Sequence(request, choice, request.hashes.fork(), request.token_ids) for choice in range(request.n)]
+        for sibling in sequences[1:]:
+            sibling.waits_for = sequences[0]
+        return sequences

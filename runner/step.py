@@ -1,0 +1,65 @@
+"""What one step computes: decided by the scheduler, done by `runner.device_step`, accounted for by the scheduler again
+once its results are on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Admission:
+    """A sequence that was given a slot in this step: what the device must be told of it before."""
+
+    sequence: Sequence
+    computed: int
+    """Rows found in the prefix cache."""
+    blocks: NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class PromptScore:
+    """An entry some of whose rows predict prompt positions that want a log-probability."""
+
+    entry: int
+    first_row: int
+    """Row of the step that predicts prompt position `start`."""
+    start: int
+    end: int
+    top: int
+
+
+@dataclass(eq=False)
+class Step:
+    """Entries are packed one behind the other, those with one row (decodes) first. E entries, T rows."""
+
+    slots: NDArray[np.int32]
+    """[E]"""
+    starts: NDArray[np.int32]
+    """[E + 1]: first row of each entry; the last element is T."""
+    computed: NDArray[np.int32]
+    """[E]: rows in the cache once the step is done."""
+    new_blocks: NDArray[np.int32]
+    """[E]: the block that entry i's last row needs and its table lacks; 0 for none."""
+    samples: NDArray[np.bool_]
+    """[E]: entry i's next token is sampled."""
+    positions: NDArray[np.int32]
+    """[E]: the position that the sampled token takes."""
+    num_decodes: int
+    sequences: list[Sequence]
+    admissions: list[Admission]
+    embedding_runs: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)
+    """(row of the step of the first, the rows' bytes) for every run of embedding rows."""
+    prompt_scores: list[PromptScore] = field(default_factory=list)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.starts[-1])

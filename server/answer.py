@@ -1,0 +1,212 @@
+"""The answer to one HTTP request: all its choices, from the engine's events to deltas.
+
+`open_answer` queues the prompts; `Answer.deltas` is read to its end by a route, whole or streamed; `Answer.close`
+aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the choice's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from runner.messages import SamplingParams, TokenLogprobs
+from server.batch import Batch, EngineRequest
+from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
+from server.detokenizer import Detokenizer
+from server.errors import EngineFailed
+from server.generation import ChoiceEvent
+from server.inputs import Prompt
+from server.sampling import common_params, params_for_prompt
+from server.schemas import CompletionRequest, GenerationRequest
+from server.services import Services
+from server.tokenizer import Tokenizer
+
+
+class PromptAnswer:
+    """The choices of one prompt."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        first_index: int,
+        n: int,
+        tokenizer: Tokenizer,
+        options: ChoiceOptions,
+        *,
+        echo: bool,
+        prompt_logprobs: bool,
+        skip_special_tokens: bool,
+    ) -> None:
+        self.prompt = prompt
+        self.first_index = first_index
+        self.cached_tokens = 0
+        self._missing = len(prompt) - 1 if prompt_logprobs else 0
+        """Prompt positions whose log-probabilities have not come yet. Choices wait for them."""
+        self._entries: list[TokenLogprobs | None] = [None]
+        self._early: list[ChoiceEvent] = []
+        self._echo = _Echo(prompt, tokenizer, skip_special_tokens) if echo else None
+        self.choices = [
+            Choice(
+                first_index + each,
+                _detokenizer(prompt, tokenizer, skip_special_tokens),
+                options,
+                echo="" if self._echo is None else self._echo.text,
+            )
+            for each in range(n)
+        ]
+        self._prompt_logprobs = prompt_logprobs
+        if not self._missing:
+            self._add_prompt_records()
+
+    def feed(self, event: ChoiceEvent) -> Iterator[Delta]:
+        if event.started is not None and event.choice == 0:
+            self.cached_tokens = event.started.cached_tokens
+        if self._missing:
+            for part in event.prompt_logprobs:
+                self._entries.extend(part.entries)
+                self._missing -= len(part.entries)
+            self._early.append(event)
+            if self._missing > 0:
+                return
+            self._missing = 0
+            self._add_prompt_records()
+            ready, self._early = self._early, []
+        else:
+            ready = [event]
+        for each in ready:
+            delta = self.choices[each.choice].feed(each.tokens, each.logprobs, each.end)
+            if delta is not None:
+                yield delta
+
+    def _add_prompt_records(self) -> None:
+        if self._echo is not None and self._prompt_logprobs:
+            records = self._echo.records(self._entries)
+            for choice in self.choices:
+                choice.prompt = records
+
+
+class _Echo:
+    """The prompt as text, and where in it each token begins."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._token_ids = prompt.token_ids
+        detokenizer = tokenizer.detokenizer((), at_start=True, skip_special_tokens=skip_special_tokens)
+        pieces = [detokenizer.push(token_id) for token_id in prompt.token_ids]
+        # Not flushed: half a character at its end is for the choice to complete.
+        as_sent = prompt.text if skip_special_tokens else None
+        self.text = "".join(pieces) if as_sent is None else as_sent
+        self._pieces = pieces
+
+    def records(self, entries: Sequence[TokenLogprobs | None]) -> list[TokenRecord]:
+        records, offset = [], 0
+        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries, strict=True):
+            # A normalised text's pieces may add up to more than the text that was sent.
+            records.append(TokenRecord(token_id, entry, min(offset, len(self.text))))
+            offset += len(piece)
+        return records
+
+
+def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> Detokenizer:
+    return tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Prompts are counted once, whatever `n` is; completion tokens over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Answer:
+    """A request that the engine has accepted."""
+
+    def __init__(self, prompts: Sequence[PromptAnswer], batch: Batch) -> None:
+        self.prompts = prompts
+        self._batch = batch
+        self._prompt_tokens = sum(len(each.prompt) for each in prompts)
+        self._completion_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        cached = sum(each.cached_tokens for each in self.prompts)
+        return Usage(self._prompt_tokens, self._completion_tokens, cached)
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Until every choice has its `finish_reason`. Raises APIError."""
+        unfinished = sum(len(each.choices) for each in self.prompts)
+        async with aclosing(self._batch.events()) as events:
+            async for index, event in events:
+                prompt = self.prompts[index]
+                for delta in prompt.feed(event):
+                    if delta.finish_reason is not None:
+                        unfinished -= 1
+                        if isinstance(delta.stop_reason, str):  # a stop string, of which the engine knows nothing
+                            self._batch.abort(index, delta.index - prompt.first_index)
+                    self._completion_tokens += delta.num_new_tokens
+                    yield delta
+        if unfinished:
+            raise EngineFailed
+
+    def close(self) -> None:
+        self._batch.close()
+
+
+async def open_answer(request: GenerationRequest, prompts: Sequence[Prompt], services: Services) -> Answer:
+    """Check the parameters against the model and queue every prompt. Raises APIError."""
+    n = request.n or 1
+    common = common_params(request, services.model, services.defaults)
+    sampling = [
+        params_for_prompt(
+            common,
+            request,
+            prompt_tokens=len(prompt),
+            max_model_len=services.model.max_model_len,
+            param=prompt.param,
+        )
+        for prompt in prompts
+    ]
+    answers = []
+    for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        answers.append(_prompt_answer(request, prompt, index * n, n, params, services))
+        await asyncio.sleep(0)  # an echo costs milliseconds, and there may be a thousand
+    requests = [
+        EngineRequest(prompt.rows, params, n, request.cache_salt or "")
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    return Answer(answers, await Batch.open(services.engine, requests))
+
+
+def _prompt_answer(
+    request: GenerationRequest, prompt: Prompt, first_index: int, n: int, params: SamplingParams, services: Services
+) -> PromptAnswer:
+    options = ChoiceOptions(
+        stop=tuple(request.stop or ()),
+        include_stop=bool(request.include_stop_str_in_output),
+        min_tokens=params.min_tokens,
+        client_stop_ids=frozenset(request.stop_token_ids or ()),
+        keep_records=params.logprobs is not None or bool(request.return_token_ids),
+    )
+    return PromptAnswer(
+        prompt,
+        first_index,
+        n,
+        services.tokenizer,
+        options,
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        prompt_logprobs=params.prompt_logprobs is not None,
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )

@@ -1,0 +1,37 @@
+"""Puts the FastAPI application together: the routes, the layers around them, and OpenAI's error shape everywhere."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from server import chat, completions, models, tokenize
+from server.auth import Auth
+from server.body_limit import BodyLimit
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.errors import install_error_handlers
+from server.gate import Gate
+from server.lifecycle import Lifecycle
+from server.probes import package_version, probes_router
+from server.request_log import RequestLog
+
+
+def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle) -> FastAPI:
+    """The application. Its API routes find what they work with in `app.state.services`, which `serve` sets before it
+    lets requests in (`lifecycle.loaded`)."""
+    app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
+    install_error_handlers(app)
+    app.include_router(probes_router(lifecycle, engine.metrics))
+    for module in (completions, chat, models, tokenize):
+        app.include_router(module.router)
+
+    def body_limit() -> int:
+        model = engine.model
+        return config.body_limit_for(model.max_model_len, model.hidden_size) if model else 0
+
+    # The last one added is the outermost. All are plain ASGI: BaseHTTPMiddleware hides the client's disconnect.
+    app.add_middleware(BodyLimit, limit=body_limit)
+    app.add_middleware(Gate, lifecycle=lifecycle)
+    app.add_middleware(Auth, api_keys=config.api_keys)
+    app.add_middleware(RequestLog, metrics=engine.metrics)
+    return app

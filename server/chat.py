@@ -1,0 +1,115 @@
+"""POST /v1/chat/completions: messages through the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.answer import open_answer
+from server.body import read_json
+from server.choices import Delta, TokenRecord
+from server.conversation import parse_messages
+from server.errors import InvalidRequest
+from server.inputs import Prompt, encode_prompt
+from server.logprobs import LogprobFormat
+from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
+from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse
+from server.services import Services, services_of
+from server.unsupported import CHAT, refuse_unsupported
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    body = await read_json(request)
+    return await run_handler(request, _chat(body, services_of(request)))
+
+
+async def _chat(body: Mapping[str, Any], services: Services) -> Response:
+    refuse_unsupported(body, CHAT)
+    request = parse(ChatRequest, body)
+    check_generation(request)
+    envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
+    prompt = Prompt.from_token_ids(await chat_prompt_ids(request, services), "messages")
+    form = ChatFormat(request, prompt, services)
+    answer = await open_answer(request, [prompt], services)
+    if request.stream:
+        return streamed_response(answer, form, envelope, request.stream_options)
+    return await whole_response(answer, form, envelope)
+
+
+async def chat_prompt_ids(request: ChatRequest | TokenizeRequest, services: Services) -> list[int]:
+    """The token ids of a conversation. Raises APIError."""
+    messages = parse_messages(request.messages)
+    variables = request.chat_template_kwargs or {}
+    for key in sorted(services.chat_template.reserved_names & variables.keys()):
+        raise InvalidRequest(f"chat_template_kwargs must not set {key}.", param="chat_template_kwargs")
+    continues = bool(request.continue_final_message)
+    text = await services.chat_template.render(
+        messages,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+        variables=variables,
+    )
+    # Templates write the special tokens themselves.
+    token_ids = await encode_prompt(
+        text, services, add_special_tokens=bool(request.add_special_tokens), param="messages"
+    )
+    if not token_ids:
+        raise InvalidRequest("The chat template made an empty prompt of these messages.", param="messages")
+    return token_ids
+
+
+class ChatFormat:
+    """`respond.Format` for chat completions."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, prompt: Prompt, services: Services) -> None:
+        self._prompt = prompt
+        self._with_logprobs = bool(request.logprobs)
+        self._with_ids = bool(request.return_token_ids)
+        self._logprobs = LogprobFormat(
+            services.tokenizer.vocabulary, as_token_ids=bool(request.return_tokens_as_token_ids)
+        )
+
+    def whole_choice(self, index: int, choice: WholeChoice) -> Json:
+        body: Json = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs.chat(choice.tokens) if self._with_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._with_ids:
+            body["token_ids"] = [record.token_id for record in choice.tokens]
+        return body
+
+    def chunk_choices(self, delta: Delta) -> Iterator[Json]:
+        """The role first, then content, and the reason for the end in a chunk of its own."""
+        if delta.is_first:
+            yield self._chunk(delta.index, {"role": "assistant", "content": ""}, ())
+        if delta.text or delta.tokens:
+            yield self._chunk(delta.index, {"content": delta.text}, delta.tokens)
+        if delta.finish_reason is not None:
+            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            yield self._chunk(delta.index, {}, ()) | end
+
+    def extras(self) -> Json:
+        return {"prompt_token_ids": list(self._prompt.token_ids)} if self._with_ids else {}
+
+    def _chunk(self, index: int, delta: Json, tokens: tuple[()] | list[TokenRecord]) -> Json:
+        body: Json = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs.chat(tokens) if self._with_logprobs and tokens else None,
+            "finish_reason": None,
+        }
+        if self._with_ids and tokens:
+            body["token_ids"] = [record.token_id for record in tokens]
+        return body

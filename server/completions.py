@@ -1,0 +1,82 @@
+"""POST /v1/completions: the older of OpenAI's two text endpoints, and the one for token ids and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.answer import open_answer
+from server.body import read_json
+from server.choices import Delta, TokenRecord
+from server.inputs import Prompt, completion_prompts
+from server.logprobs import LogprobFormat
+from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
+from server.schemas import CompletionRequest, check_generation, parse
+from server.services import Services, services_of
+from server.unsupported import COMPLETION, refuse_unsupported
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    body = await read_json(request)
+    return await run_handler(request, _complete(body, services_of(request)))
+
+
+async def _complete(body: Mapping[str, Any], services: Services) -> Response:
+    refuse_unsupported(body, COMPLETION)
+    request = parse(CompletionRequest, body)
+    check_generation(request)
+    envelope = Envelope.new("cmpl", services.model_name(request.model), services.system_fingerprint)
+    prompts = await completion_prompts(request, services)
+    form = CompletionFormat(request, prompts, services)
+    answer = await open_answer(request, prompts, services)
+    if request.stream:
+        return streamed_response(answer, form, envelope, request.stream_options)
+    return await whole_response(answer, form, envelope)
+
+
+class CompletionFormat:
+    """`respond.Format` for completions."""
+
+    object = chunk_object = "text_completion"
+
+    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], services: Services) -> None:
+        self._prompts = prompts
+        self._n = request.n or 1
+        self._with_logprobs = request.logprobs is not None
+        self._with_ids = bool(request.return_token_ids)
+        self._logprobs = LogprobFormat(
+            services.tokenizer.vocabulary, as_token_ids=bool(request.return_tokens_as_token_ids)
+        )
+
+    def whole_choice(self, index: int, choice: WholeChoice) -> Json:
+        return self._choice(index, choice, is_first=True)
+
+    def chunk_choices(self, delta: Delta) -> Iterator[Json]:
+        yield self._choice(delta.index, delta, is_first=delta.is_first)
+
+    def extras(self) -> Json:
+        return {}
+
+    def _choice(self, index: int, part: WholeChoice | Delta, *, is_first: bool) -> Json:
+        body: Json = {
+            "index": index,
+            "text": part.text,
+            "logprobs": self._logprobs.completion(_all_records(part)) if self._with_logprobs else None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if self._with_ids:
+            body["token_ids"] = [record.token_id for record in part.tokens]
+            if is_first:
+                body["prompt_token_ids"] = list(self._prompts[index // self._n].token_ids) or None
+        return body
+
+
+def _all_records(part: WholeChoice | Delta) -> list[TokenRecord]:
+    return part.prompt + part.tokens

@@ -1,0 +1,118 @@
+"""The API server's configuration: one frozen dataclass, built once from the command line by `server.cli`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from runner.config import RunnerConfig
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+"""What the embedded default model is called in the API when no other name is given."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackend = Literal["auto", "sdpa", "triton"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything that `intarsia serve` can be told. Field names are the flags'."""
+
+    model: str | None = None
+    """A local folder or a hub id; None is the embedded default model."""
+
+    # Where it listens and whom it lets in.
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    """Empty: everybody may use every route."""
+    max_body_bytes: int | None = None
+    """None: follows from the model, see `body_limit_for`."""
+    shutdown_timeout: float = 30.0
+    log_level: str = "info"
+
+    # How the model is presented.
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    """A file, or the template itself; None is the model's own."""
+    generation_config: str = "auto"
+    """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
+    enable_prompt_embeds: bool = True
+
+    # How it is run.
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    trust_remote_code: bool = False
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_queue: int = 1024
+    max_row_bytes: int = 4096 * _MIB
+    """Prompt embeddings that the runner holds for unfinished requests, bytes of host memory."""
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    """None: on where it pays."""
+    enforce_eager: bool = False
+    attention_backend: AttentionBackend = "auto"
+    debug_checks: bool = False
+
+    # Not flags: what tests turn.
+    runner_command: tuple[str, ...] = (sys.executable, "-P", "-m", "runner")
+    """`-P`: a folder called `runner` where the user happens to stand must not be run instead."""
+    ready_seconds: float = 10.0
+    """A heartbeat older than this makes /readyz fail."""
+    live_seconds: float = 60.0
+    """A heartbeat older than this makes /livez fail."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names by which a client may ask for the model; the first is the one in answers."""
+        return self.served_model_name or (DEFAULT_MODEL_NAME if self.model is None else _public_name(self.model),)
+
+    def runner_config(self, address: str) -> RunnerConfig:
+        """What the runner is started with; `address` is where it binds its socket."""
+        return RunnerConfig(
+            model=self.model,
+            address=address,
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            load_format=self.load_format,
+            seed=self.seed,
+            enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
+            enable_prefix_caching=self.enable_prefix_caching,
+            attention_backend=self.attention_backend,
+            trust_remote_code=self.trust_remote_code,
+            max_queue=self.max_queue,
+            max_row_bytes=self.max_row_bytes,
+            debug_checks=self.debug_checks,
+        )
+
+    def body_limit_for(self, max_model_len: int, hidden_size: int) -> int:
+        """The largest request body, bytes: a full context of float32 rows in base64, and room for the rest."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return max_model_len * hidden_size * 4 * 4 // 3 + 4 * _MIB
+
+
+def _public_name(model: str) -> str:
+    """A hub id is its own name; of a local folder only the last part, for clients have no business with the rest."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model

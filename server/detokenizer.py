@@ -1,0 +1,97 @@
+"""Tokens to text, one token at a time. One `Detokenizer` a choice; fed by `choices`.
+
+No piece of text ever ends in half a character: bytes that may still become one are kept until they do, and turn into
+U+FFFD only when the next byte rules it out or generation ends (`flush`).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+
+from server.vocabulary import Vocabulary
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of a growing token sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+
+
+class ByteDetokenizer:
+    """For tokenizers whose tokens are bytes: a UTF-8 decoder with a table in front."""
+
+    __slots__ = ("_skip_special", "_strip", "_utf8", "_vocabulary")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        prompt_tail: Iterable[int] = (),
+        at_start: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        """`prompt_tail`: the ids before the first token pushed; they may end in half a character.
+        `at_start`: the first token pushed is the first of its text."""
+        self._vocabulary = vocabulary
+        self._skip_special = skip_special
+        self._strip = at_start and vocabulary.strips_first_space
+        self._utf8 = _UTF8(errors="replace")
+        for token_id in prompt_tail:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        if self._vocabulary.is_special(token_id):
+            # Whatever was incomplete before a special token stays so.
+            return self.flush() + ("" if self._skip_special else self._vocabulary.bytes_of(token_id).decode())
+        text = self._utf8.decode(self._vocabulary.bytes_of(token_id))
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+class StreamDetokenizer:
+    """For every other tokenizer: the library's own incremental decoding."""
+
+    __slots__ = ("_backend", "_pending", "_skip_special", "_stream")
+
+    def __init__(self, backend: Backend, *, prompt_tail: Sequence[int] = (), skip_special: bool = True) -> None:
+        self._backend = backend
+        self._skip_special = skip_special
+        self._stream = DecodeStream(ids=list(prompt_tail), skip_special_tokens=skip_special)
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
+            piece: str | None = self._stream.step(self._backend, token_id)
+        except Exception:
+            # Some decoders change earlier text when a token is added; the library then gives up on its window.
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            return self.flush()
+        if not piece:
+            return ""
+        self._pending.clear()
+        return piece
+
+    def flush(self) -> str:
+        rest: str = self._backend.decode(self._pending, skip_special_tokens=self._skip_special)
+        self._pending.clear()
+        return rest

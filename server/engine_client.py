@@ -1,0 +1,312 @@
+"""The server's side of the conversation with the runner: requests out, tokens in.
+
+Used by the routes through `generate`, by the probes (`model`, `last_heartbeat`, `failure`) and by the `serve` command,
+which starts and stops it. Everything here runs on the event loop's thread. The sockets are watched with `add_reader`:
+a step's output is one callback that decodes one message and appends to the inboxes of the requests in it, with no task
+and no future of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+
+import msgspec
+import zmq
+
+from runner.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    Generate,
+    Heartbeat,
+    Hello,
+    Loading,
+    ModelInfo,
+    Ready,
+    Rejected,
+    SamplingParams,
+    Stats,
+    StepOutput,
+    decode_from_runner,
+    encode,
+)
+from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
+from server.generation import ChoiceEvent, GenerationStream, Inbox
+from server.metrics import Metrics
+from server.private_dir import PrivateDir
+from server.prompt import PromptRows
+from server.request_context import current_request
+
+__all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
+
+logger = logging.getLogger(__name__)
+
+_HELLO_SECONDS = 0.2
+_TICK_SECONDS = 0.5
+_MESSAGES_PER_CALLBACK = 64
+"""After so many the loop gets a turn, however fast the runner is."""
+
+
+class EngineClient:
+    """One runner, as one API process sees it."""
+
+    def __init__(self, metrics: Metrics, *, live_seconds: float = 60.0, max_unaccepted_bytes: int = 1 << 32) -> None:
+        self.metrics = metrics
+        self.model: ModelInfo | None = None
+        """Set once the runner is ready."""
+        self.stage = ""
+        """What the runner is doing while it loads."""
+        self.failure: str | None = None
+        """Set once the runner is gone: what open streams were, and new requests are, told (as EngineFailed)."""
+        self.failed_to_load = ""
+        """The runner's message, if it gave up while loading. For the operator only."""
+        self.last_heartbeat = time.monotonic()
+        self._live_seconds = live_seconds
+        self._max_unaccepted_bytes = max_unaccepted_bytes
+        self._unaccepted_bytes = 0
+        self._dir = PrivateDir()
+        self.runner_address = self._dir.address("runner")
+        self._worker = secrets.randbits(31)
+        self._requests: dict[int, Inbox] = {}
+        self._ids = itertools.count(1)
+        self._unsent: list[bytes] = []
+        """Aborts that found the socket full: the only messages that must not be lost."""
+        self._answered = False
+        self._ready = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._context = zmq.Context()
+        self._to_runner = self._context.socket(zmq.PUSH)
+        self._from_runner = self._context.socket(zmq.PULL)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """The runner's, from its last heartbeat."""
+        return self.metrics.stats
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def start(self) -> None:
+        """Begin to greet the runner, which may not be there yet."""
+        self._loop = asyncio.get_running_loop()
+        address = self._dir.address("worker")
+        self._from_runner.setsockopt(zmq.RCVHWM, 0)
+        self._from_runner.bind(address)
+        # No queue before there is a connection: a request must not wait in it for a runner that never comes.
+        self._to_runner.setsockopt(zmq.IMMEDIATE, 1)
+        self._to_runner.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._to_runner.setsockopt(zmq.LINGER, 0)
+        self._to_runner.connect(self.runner_address)
+        self._loop.add_reader(self._from_runner.FD, self._on_readable)
+        self._ticker = self._loop.create_task(self._tick(address))
+
+    async def close(self) -> None:
+        """Fail what is open and let go of the sockets and their folder. The runner must be gone."""
+        self.fail("The server is shutting down.")
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._loop is not None and not self._from_runner.closed:
+            self._loop.remove_reader(self._from_runner.FD)
+        self._context.destroy(linger=0)
+        self._dir.remove()
+
+    def remove_folder(self) -> None:
+        """For an exit that cannot wait for `close`."""
+        self._dir.remove()
+
+    async def wait_ready(self) -> ModelInfo:
+        """The model, once it is loaded. Raises APIError when the runner fails instead."""
+        await self._ready.wait()
+        if self.model is None or self.failure is not None:
+            raise EngineFailed(self.failure)
+        return self.model
+
+    async def wait_failed(self) -> None:
+        """Until `failure` is set."""
+        await self._failed.wait()
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = ""
+    ) -> GenerationStream:
+        """Queue a prompt with `n` choices; returns once the runner has accepted it.
+
+        Raises QueueFull (429), InvalidRequest (400, the runner's last check), Unavailable and EngineFailed (503).
+        Cancelling the caller aborts the request.
+        """
+        self._check_running()
+        row_bytes = sum(memoryview(rows).nbytes for rows in prompt.rows)
+        if self._unaccepted_bytes and self._unaccepted_bytes + row_bytes > self._max_unaccepted_bytes:
+            self.metrics.count_rejected("rows_full")
+            raise QueueFull("Too many prompt embeddings are waiting to be queued.")
+        inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get())
+        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt)
+        self._requests[inbox.request] = inbox
+        self._unaccepted_bytes += row_bytes
+        stream = GenerationStream(self, inbox)
+        if inbox.context is not None:
+            inbox.context.on_end.append(stream.abort)
+        try:
+            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *prompt.rows):
+                self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
+            while not inbox.accepted and inbox.error is None:
+                await inbox.wait()
+            if not inbox.accepted and inbox.error is not None:
+                raise inbox.error
+        except BaseException:
+            stream.abort()
+            raise
+        finally:
+            self._unaccepted_bytes -= row_bytes
+        return stream
+
+    def abort(self, inbox: Inbox, choice: int) -> None:
+        """For the streams: tell the runner."""
+        frame = encode(Abort(self._worker, inbox.request, choice))
+        if self.failure is None and (self._unsent or not self._send(frame)):
+            self._unsent.append(frame)
+
+    def forget(self, inbox: Inbox) -> None:
+        """For the streams: the request is over. Counted here and nowhere else."""
+        if self._requests.pop(inbox.request, None) is None:
+            return
+        self.metrics.finished[inbox.reason] += 1
+        self.metrics.e2e_latency.observe(time.monotonic() - inbox.created)
+        if inbox.context is not None:
+            inbox.context.finish_reasons.append(inbox.reason)
+
+    def fail(self, message: str) -> None:
+        """The runner is gone, or about to go: end every open request with EngineFailed, and every later one."""
+        if self.failure is not None:
+            return
+        self.failure = message
+        for inbox in list(self._requests.values()):
+            inbox.fail(EngineFailed(message))
+            self.forget(inbox)
+        self._ready.set()
+        self._failed.set()
+
+    def _check_running(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed(self.failure)
+        if self.model is None:
+            raise Unavailable("The model is still loading.")
+
+    def _refuse(self, inbox: Inbox, error: APIError, reason: str) -> None:
+        """The request was never queued: it is not counted among those that ended."""
+        self.metrics.count_rejected(reason)
+        self._requests.pop(inbox.request, None)
+        inbox.fail(error)
+
+    # --- sockets --------------------------------------------------------------------------------------------------
+
+    def _send(self, *frames: bytes | memoryview) -> bool:
+        """False where the runner's queue is full or nobody is connected. Never waits. Large frames are not copied."""
+        try:
+            self._to_runner.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    async def _tick(self, address: str) -> None:
+        """Greet the runner until it answers; then send what could not be sent and notice a silent runner."""
+        while not self._answered:
+            self._send(encode(Hello(self._worker, address)))
+            await asyncio.sleep(_HELLO_SECONDS)
+        while True:
+            due = time.monotonic() + 2 * _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            while self._unsent and self._send(self._unsent[0]):
+                del self._unsent[0]
+            now = time.monotonic()
+            # A tick that comes late was held up by this process, and heartbeats may be waiting to be read.
+            if self.model is not None and now < due and now - self.last_heartbeat > self._live_seconds:
+                for inbox in [each for each in self._requests.values() if not each.accepted]:
+                    self._refuse(inbox, Unavailable("The engine does not answer."), "unavailable")
+
+    def _on_readable(self) -> None:
+        """The socket's descriptor signals only changes, so it has to be read until it is empty."""
+        for _ in range(_MESSAGES_PER_CALLBACK):
+            try:
+                frame = self._from_runner.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return  # Empty, or closed.
+            try:
+                self._on_message(frame)
+            except (msgspec.DecodeError, IndexError) as error:
+                # The two processes do not speak the same language; nothing that follows can be trusted.
+                logger.error("the runner sent a message that makes no sense (%s)", type(error).__name__)
+                self.fail(ENGINE_STOPPED)
+        if self._loop is not None:
+            self._loop.call_soon(self._on_readable)
+
+    def _on_message(self, frame: bytes) -> None:
+        message = decode_from_runner(frame)
+        if isinstance(message, StepOutput):
+            self._on_step(message)
+        elif isinstance(message, Heartbeat):
+            self.last_heartbeat = time.monotonic()
+            self.metrics.stats = message.stats
+        elif isinstance(message, Accepted):
+            inbox = self._requests.get(message.request)
+            if inbox is not None:
+                inbox.accept()
+        elif isinstance(message, Rejected):
+            self._on_rejected(message)
+        elif isinstance(message, Ready):
+            self._answered = True
+            self.model = message.model
+            self.last_heartbeat = time.monotonic()
+            self._ready.set()
+        elif isinstance(message, Loading):
+            self._answered = True
+            self.stage = message.stage
+            logger.info("loading: %s", message.stage)
+        else:
+            self._on_failed(message)
+
+    def _on_failed(self, message: Failed) -> None:
+        if self.model is None:
+            self.failed_to_load = message.message
+        else:
+            logger.error("the engine failed: %s", message.message)
+        self.fail(ENGINE_STOPPED)
+
+    def _on_rejected(self, message: Rejected) -> None:
+        inbox = self._requests.get(message.request)
+        if inbox is not None:
+            invalid = message.reason == "invalid"
+            error = InvalidRequest(message.message) if invalid else QueueFull(message.message)
+            self._refuse(inbox, error, message.reason)
+
+    def _on_step(self, step: StepOutput) -> None:
+        """Hand out one step's output. Runs once per step, its loop once per token: keep it short."""
+        now = time.monotonic()
+        requests = self._requests
+        for started in step.started:
+            if (inbox := requests.get(started.request)) is not None:
+                inbox.add_started(started)
+        for entries in step.prompt_logprobs:
+            if (inbox := requests.get(entries.request)) is not None:
+                inbox.add_prompt_logprobs(entries)
+        logprobs = step.logprobs or itertools.repeat(None)
+        for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):
+            inbox = requests.get(request)
+            if inbox is not None and not inbox.ended[choice]:
+                inbox.add_token(choice, token, entry, now)
+        self.metrics.generation_tokens += len(step.tokens)
+        for end in step.ends:
+            if (inbox := requests.get(end.request)) is not None:
+                inbox.add_end(end)
+                if not inbox.open:
+                    self.forget(inbox)

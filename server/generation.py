@@ -1,0 +1,237 @@
+"""One engine request as the routes see it: an asynchronous iterator of what its choices have produced.
+
+The engine client's receive callback fills an `Inbox`; the route's task empties it through its `GenerationStream`. What
+a slow reader has not taken yet is merged per choice, so a choice has at most one event waiting, however far behind its
+reader is, and a token costs a list append rather than a queue item and a wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from runner.messages import End, FinishReason, PromptLogprobs, Started, TokenLogprobs
+from server.errors import APIError
+from server.metrics import Metrics
+from server.request_context import RequestContext
+
+
+@dataclass(slots=True)
+class ChoiceEvent:
+    """Everything new of one choice since its last event."""
+
+    choice: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Parallel to `tokens` if the request asked for logprobs, else empty."""
+    started: Started | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """In order of position. They belong to the whole request and come with choice 0."""
+    end: End | None = None
+    """Set on the choice's last event."""
+
+
+_SEVERITY: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2, "error": 3}
+
+
+class Inbox:
+    """The receiving end of one request, and its measurements."""
+
+    __slots__ = (
+        "accepted",
+        "context",
+        "created",
+        "ended",
+        "error",
+        "last_tokens",
+        "metrics",
+        "open",
+        "pending",
+        "prompt_tokens",
+        "ready",
+        "reason",
+        "request",
+        "waiter",
+    )
+
+    def __init__(
+        self, request: int, n: int, prompt_tokens: int, metrics: Metrics, context: RequestContext | None
+    ) -> None:
+        self.request = request
+        self.prompt_tokens = prompt_tokens
+        self.metrics = metrics
+        self.context = context
+        self.created = time.monotonic()
+        self.accepted = False
+        self.error: APIError | None = None
+        self.open = n
+        """Choices that have not ended."""
+        self.ended = [False] * n
+        self.reason: FinishReason = "stop"
+        """The request's: the most serious of its choices'."""
+        self.ready: deque[ChoiceEvent] = deque()
+        self.pending: list[ChoiceEvent | None] = [None] * n
+        """The event of `ready` that belongs to a choice."""
+        self.last_tokens = [0.0] * n
+        """When each choice's last token arrived; 0 before its first."""
+        self.waiter: asyncio.Future[None] | None = None
+
+    # --- called by the engine client, once per item of a step -----------------------------------------------------
+
+    def accept(self) -> None:
+        if not self.accepted:
+            self.accepted = True
+            self._wake()
+
+    def add_token(self, choice: int, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        event = self.pending[choice] or self._event(choice)
+        event.tokens.append(token)
+        if logprobs is not None:
+            event.logprobs.append(logprobs)
+        last, self.last_tokens[choice] = self.last_tokens[choice], now
+        if last:
+            self.metrics.inter_token_latency.observe(now - last)
+        else:
+            self.metrics.time_to_first_token.observe(now - self.created)
+            if self.context is not None and self.context.first_token is None:
+                self.context.first_token = now - self.context.started
+        if self.context is not None:
+            self.context.completion_tokens += 1
+
+    def add_started(self, started: Started) -> None:
+        self._event(started.choice).started = started
+        self.metrics.queue_time.observe(started.queue_seconds)
+        if started.choice == 0:
+            self.metrics.prompt_tokens += self.prompt_tokens
+            if self.context is not None:
+                self.context.prompt_tokens += self.prompt_tokens
+                self.context.cached_tokens += started.cached_tokens
+
+    def add_prompt_logprobs(self, entries: PromptLogprobs) -> None:
+        self._event(0).prompt_logprobs.append(entries)
+
+    def add_end(self, end: End) -> None:
+        if not self.ended[end.choice]:
+            self._event(end.choice).end = end
+            self.close(end.choice, end.reason)
+
+    def fail(self, error: APIError) -> None:
+        """Raise `error` in the reader once it has taken what is ready."""
+        if self.error is None and self.open:
+            self.error = error
+            self.reason = "error"
+            self.open = 0
+        self._wake()
+
+    # --- called by the stream -------------------------------------------------------------------------------------
+
+    def close(self, choice: int, reason: FinishReason) -> None:
+        """Count `choice` as ended."""
+        self.ended[choice] = True
+        self.open -= 1
+        if _SEVERITY[reason] > _SEVERITY[self.reason]:
+            self.reason = reason
+
+    def drop(self, choice: int) -> None:
+        """Forget what is ready for `choice`: its reader wants nothing more of it."""
+        event = self.pending[choice]
+        if event is not None:
+            self.ready.remove(event)
+            self.pending[choice] = None
+
+    def take(self) -> ChoiceEvent:
+        event = self.ready.popleft()
+        self.pending[event.choice] = None
+        return event
+
+    async def wait(self) -> None:
+        """Until something has happened: an event, the acceptance or an error."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+
+    def _event(self, choice: int) -> ChoiceEvent:
+        event = self.pending[choice]
+        if event is None:
+            event = self.pending[choice] = ChoiceEvent(choice)
+            self.ready.append(event)
+            self.accepted = True  # Output may overtake the `Accepted` message.
+            self._wake()
+        return event
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class RequestOwner(Protocol):
+    """What a stream needs of the engine client."""
+
+    def abort(self, inbox: Inbox, choice: int) -> None:
+        """Tell the runner that nothing more of `choice` (-1: of the request) is wanted."""
+
+    def forget(self, inbox: Inbox) -> None:
+        """Every choice has ended: drop the request and count it."""
+
+
+class GenerationStream:
+    """`async for event in stream` until every choice has ended.
+
+    Raises APIError (EngineFailed) when the engine can no longer finish the request. Whoever has a stream calls `aclose`
+    in the end, or uses it as `async with`; that aborts what has not ended. (What a route forgets or loses is closed
+    when its HTTP request is over, see `RequestContext.on_end`.) One reader at a time.
+    """
+
+    def __init__(self, owner: RequestOwner, inbox: Inbox) -> None:
+        self._owner = owner
+        self._inbox = inbox
+
+    def __aiter__(self) -> GenerationStream:
+        return self
+
+    async def __anext__(self) -> ChoiceEvent:
+        inbox = self._inbox
+        while not inbox.ready:
+            if inbox.error is not None:
+                raise inbox.error
+            if not inbox.open:
+                raise StopAsyncIteration
+            await inbox.wait()
+        return inbox.take()
+
+    def abort(self, choice: int = -1, reason: FinishReason | None = None) -> None:
+        """End `choice`, or (-1) every choice that has not ended; nothing more of it is yielded, no End either.
+
+        `reason` is what it counts as: "stop" by default for one choice (the server has found a stop string), "abort"
+        for all of them (the client has gone).
+        """
+        inbox = self._inbox
+        choices = range(len(inbox.ended)) if choice == -1 else (choice,)
+        for each in choices:
+            inbox.drop(each)
+        running = [each for each in choices if not inbox.ended[each]]
+        if not inbox.open or not running:
+            return
+        for each in running:
+            inbox.close(each, reason or ("abort" if choice == -1 else "stop"))
+        self._owner.abort(inbox, -1 if not inbox.open else choice)
+        if not inbox.open:
+            self._owner.forget(inbox)
+
+    async def aclose(self) -> None:
+        """Abort what has not ended. Needs no waiting, so that it also works in a task that is being cancelled."""
+        self.abort()
+
+    async def __aenter__(self) -> GenerationStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()

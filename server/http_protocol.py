@@ -1,0 +1,95 @@
+"""uvicorn's HTTP parser with the limits that it lacks: on the size of a request's head, on a connection that never
+sends one, and on how much of a refused body is read. What is malformed is answered in OpenAI's shape.
+
+The head has to be limited here: by the time the application sees a request, its headers are in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from server.errors import APIError
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers together."""
+MAX_HEADERS = 100
+MAX_DROPPED_BYTES = 256 << 20
+"""A refused body is read on and dropped, so that its sender sees the answer; but not without end."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    _head_bytes = 0
+    _in_head = False
+    _dropped_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        # All of it was head, and is inside the parser now. (The data in which a head begins may be a body for the rest.)
+        if was_in_head and self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._dropped_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self.transport.is_closing():
+            return
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse_head()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle.response_complete:
+            self._dropped_bytes += len(body)
+            if self._dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.abort()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(APIError(400, msg, code="invalid_http"))
+
+    def _refuse_head(self) -> None:
+        limits = f"{MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes in all"
+        self._refuse(APIError(431, f"The request's headers are too large: at most {limits}.", code="headers_too_large"))
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer without the application, and close. Where the application has begun to answer, only close."""
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = json.dumps(error.body()).encode()
+            head = [
+                STATUS_LINE[error.status],
+                *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
+                b"content-type: application/json\r\n",
+                b"content-length: %d\r\n" % len(body),
+                b"connection: close\r\n\r\n",
+            ]
+            self.transport.write(b"".join(head) + body)
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # Nothing more is written for it, and whoever reads its body is told.
+            cycle.message_event.set()
+        self.transport.close()

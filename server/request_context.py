@@ -1,0 +1,42 @@
+"""What is known about the HTTP request being answered: filled in on its way, read once for its log line.
+
+A context variable rather than an argument: the engine client sees the tokens, the outermost middleware writes the line,
+and no route in between has to pass anything on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One HTTP request. Counts and times only: nothing here holds content."""
+
+    id: str
+    """Ours, also sent as `x-request-id`."""
+    client_id: str = ""
+    """The client's own `x-request-id`, for the log line and for nothing else."""
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    complete: bool = False
+    """Whether the whole answer was sent."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token: float | None = None
+    """Seconds from the request's arrival to its first token."""
+    finish_reasons: list[str] = field(default_factory=list)
+    """How each engine request ended: one per prompt, not per choice."""
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called once the answer is complete or given up, whatever its route did: closes the streams opened for it."""
+
+    def end(self) -> None:
+        while self.on_end:
+            self.on_end.pop()()
+
+
+current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)

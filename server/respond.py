@@ -1,0 +1,145 @@
+"""From an accepted answer to an HTTP response, whole or streamed: what completions and chat have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.answer import Answer
+from server.choices import Delta, TokenRecord
+from server.disconnect import ClientGone, unless_gone
+from server.event_stream import EventStream, event
+from server.schemas import StreamOptions
+
+Json = dict[str, Any]
+
+_INLINE_RECORDS = 512
+"""Tokens with log-probabilities that are formatted in place: a few milliseconds."""
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice's deltas, concatenated."""
+
+    text: str = ""
+    tokens: list[TokenRecord] = field(default_factory=list)
+    prompt: list[TokenRecord] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+
+
+class Format(Protocol):
+    """How one endpoint writes its answers."""
+
+    chunk_object: str
+    object: str
+
+    def whole_choice(self, index: int, choice: WholeChoice) -> Json:
+        """An entry of `choices` in a whole answer."""
+
+    def chunk_choices(self, delta: Delta) -> Iterator[Json]:
+        """The entries of `choices` that a delta becomes, one chunk each."""
+
+    def extras(self) -> Json:
+        """Further members of a whole answer and of a stream's first chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every body of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str, system_fingerprint: str) -> Envelope:
+        return cls(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, system_fingerprint)
+
+    def body(self, kind: str, choices: Sequence[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+async def run_handler(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Run a handler whose body has been read; cancel it when the client leaves."""
+    try:
+        return await unless_gone(request.receive, work)
+    except ClientGone:
+        return Response(status_code=499)  # for the access log
+
+
+async def whole_response(answer: Answer, form: Format, envelope: Envelope) -> Response:
+    """Raises APIError."""
+    choices = [WholeChoice() for each in answer.prompts for _ in each.choices]
+    texts: list[list[str]] = [[] for _ in choices]
+    try:
+        async with aclosing(answer.deltas()) as deltas:
+            async for delta in deltas:
+                choice = choices[delta.index]
+                texts[delta.index].append(delta.text)
+                choice.tokens += delta.tokens
+                choice.prompt += delta.prompt
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    finally:
+        answer.close()
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
+
+    def encode() -> bytes:
+        bodies = [form.whole_choice(index, choice) for index, choice in enumerate(choices)]
+        body = envelope.body(form.object, bodies) | form.extras() | {"usage": answer.usage.body()}
+        return msgspec.json.encode(body)
+
+    records = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
+    return Response(await _run(encode, records), media_type="application/json")
+
+
+def streamed_response(answer: Answer, form: Format, envelope: Envelope, options: StreamOptions | None) -> Response:
+    return EventStream(_events(answer, form, envelope, options or StreamOptions()), answer.close)
+
+
+async def _events(answer: Answer, form: Format, envelope: Envelope, options: StreamOptions) -> AsyncGenerator[bytes]:
+    running_usage = options.include_usage and options.continuous_usage_stats
+    extras = form.extras()
+
+    def encode(delta: Delta) -> bytes:
+        nonlocal extras
+        chunks = []
+        for choice in form.chunk_choices(delta):
+            body = envelope.body(form.chunk_object, [choice]) | extras
+            extras = {}
+            if running_usage:
+                body["usage"] = answer.usage.body()
+            elif options.include_usage:
+                body["usage"] = None
+            chunks.append(event(body))
+        return b"".join(chunks)
+
+    async with aclosing(answer.deltas()) as deltas:
+        async for delta in deltas:
+            yield await _run(partial(encode, delta), len(delta.tokens) + len(delta.prompt))
+    if options.include_usage:
+        yield event(envelope.body(form.chunk_object, []) | {"usage": answer.usage.body()})
+
+
+async def _run(encode: Callable[[], bytes], records: int) -> bytes:
+    """In a thread where there are so many log-probabilities that the event loop would be late for others."""
+    return encode() if records <= _INLINE_RECORDS else await asyncio.to_thread(encode)

@@ -1,0 +1,168 @@
+"""The requests' parameters: types and limits. Values that depend on the model are checked by `sampling` and `inputs`.
+
+Strict throughout: `true` is not 1, `"5"` is not 5, and 1.0 is no integer, because a client that mixes them up has made
+a mistake it should hear of. A number with a fraction may be written without one (`temperature: 1`). `null` is the
+default. Fields of any size (prompts, messages, embeddings) are `Any` here and checked where they are read: a schema
+would report one error per item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+
+from server.errors import InvalidRequest, validation_error
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_TOKENS = 2**31 - 1
+
+_StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+_Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+    )
+
+
+class GenerationRequest(_Request):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    """Missing: the model that is served."""
+
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    """0 or -1: off."""
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    """-1: as if not given."""
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    stop: Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bias_is_short(cls, value: Any) -> Any:
+        # Before its entries are looked at: a million wrong ones would make a million errors.
+        if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+            raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+        return value
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _salt_is_plain(cls, value: str | None) -> str | None:
+        if value is not None and any(character in value for character in "@/\\\0"):
+            raise ValueError("must not contain @, /, \\ or NUL")
+        return value
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any = None
+    """A string, a list of them, token ids, or a list of lists of them."""
+    prompt_embeds: Any = None
+    """Base64 of a tensor file, or a list of them."""
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+
+
+class ChatRequest(GenerationRequest):
+    messages: Any = None
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    """Wins over `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(_Request):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Request):
+    model: str | None = None
+    tokens: Any = None
+
+
+_Schema = TypeVar("_Schema", bound=_Request)
+
+
+def parse(schema: type[_Schema], body: Mapping[str, Any]) -> _Schema:
+    """Raises InvalidRequest, which names the fields and their limits and never a value."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False, include_context=False, include_input=False)) from None
+
+
+def check_generation(request: GenerationRequest) -> None:
+    """The rules that tie several parameters. Raises InvalidRequest."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message excludes add_generation_prompt.", param="continue_final_message"
+            )
+    elif isinstance(request, CompletionRequest) and request.best_of is not None:
+        n = request.n or 1
+        if request.best_of != n:
+            code = "unsupported_parameter" if request.best_of > n else "invalid_value"
+            raise InvalidRequest(f"best_of must equal n ({n}): choices are not ranked.", param="best_of", code=code)

@@ -1,0 +1,304 @@
+"""The flags of `intarsia serve`: names as vLLM's users know them where the meaning is the same, grouped, each with its
+default in `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from server.config import DEFAULT_MODEL_NAME, ServerConfig
+
+_DEFAULTS = ServerConfig()
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"a local Hugging Face folder or a hub id (default: {DEFAULT_MODEL_NAME}, which comes with the package)",
+    )
+    _add_http(parser.add_argument_group("HTTP"))
+    _add_presentation(parser.add_argument_group("what clients see of the model"))
+    _add_model(parser.add_argument_group("loading the model"))
+    _add_engine(parser.add_argument_group("memory and scheduling"))
+    _add_refused(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until stopped. Imports late: `intarsia --help` should not wait for FastAPI."""
+    config = build_config(arguments)
+    from server.serve import serve
+
+    return serve(config)
+
+
+def build_config(arguments: argparse.Namespace) -> ServerConfig:
+    """The configuration that the flags make. Lists become tuples, absent flags the dataclass's defaults."""
+    names = {each.name for each in fields(ServerConfig)}
+    chosen: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        if name in names and value is not None:
+            chosen[name] = tuple(value) if isinstance(value, list) else value
+    return ServerConfig(**chosen)
+
+
+def _add_http(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default=_DEFAULTS.host, help=_with_default("address to listen on", _DEFAULTS.host))
+    add("--port", type=_integer(0, 65535), default=_DEFAULTS.port, help=_with_default("port to listen on", 8000))
+    add(
+        "--api-key",
+        dest="api_keys",
+        action="append",
+        type=_nonempty,
+        metavar="KEY",
+        help="let in only who sends this key, to every route but the probes; may be repeated (default: everybody)",
+    )
+    add(
+        "--max-body-bytes",
+        type=_size(1),
+        metavar="BYTES",
+        help="largest request body (default: a full context of float32 embeddings in base64)",
+    )
+    add(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=_DEFAULTS.shutdown_timeout,
+        metavar="SECONDS",
+        help=_with_default("after SIGTERM, how long running requests may take to finish", "30"),
+    )
+    add(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default=_DEFAULTS.log_level,
+        help=_with_default("how much is logged; prompts never are", "info"),
+    )
+
+
+def _add_presentation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        type=_nonempty,
+        metavar="NAME",
+        help="names by which clients may ask for the model; answers carry the first (default: MODEL, or the last part"
+        " of its path)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template for chat messages, a file or the template itself (default: the model's own)",
+    )
+    add(
+        "--generation-config",
+        default=_DEFAULTS.generation_config,
+        metavar="{auto,none,FOLDER}",
+        help=_with_default(
+            "where sampling defaults come from: the model (auto), nowhere (none), or a folder's generation_config.json",
+            "auto",
+        ),
+    )
+    add(
+        "--enable-prompt-embeds",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.enable_prompt_embeds,
+        help=_with_default("accept prompts made of embeddings", "on"),
+    )
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=_with_default("where to run", "auto"))
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help=_with_default("type of weights, cache and embeddings; auto: the model's own", "auto"),
+    )
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help=_with_default("dummy: random weights, for measuring", "auto"),
+    )
+    add("--seed", type=_integer(0, (1 << 63) - 1), default=0, help=_with_default("seed of dummy weights", 0))
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help=_with_default("run Python code that comes with the model", "off"),
+    )
+    add(
+        "--attention-backend",
+        choices=("auto", "sdpa", "triton"),
+        default="auto",
+        help=_with_default("auto: triton on CUDA, sdpa on the CPU", "auto"),
+    )
+    add("--enforce-eager", action="store_true", help=_with_default("do not capture CUDA graphs", "off"))
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-model-len", type=_size(1), metavar="ROWS", help="rows of prompt and answer (default: the model's own)")
+    add("--max-num-seqs", type=_size(1), metavar="N", help="choices that run at once (default: by model and device)")
+    add(
+        "--max-num-batched-tokens",
+        type=_size(1),
+        metavar="ROWS",
+        help="rows computed in one step (default: by model and device)",
+    )
+    add(
+        "--max-queue",
+        type=_integer(0, 1 << 31),
+        default=_DEFAULTS.max_queue,
+        metavar="N",
+        help=_with_default("requests that may wait; one more is answered 429", _DEFAULTS.max_queue),
+    )
+    add(
+        "--block-size",
+        type=_integer(1, 1024),
+        default=_DEFAULTS.block_size,
+        metavar="ROWS",
+        help=_with_default("rows in one block of the KV cache", _DEFAULTS.block_size),
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        default=_DEFAULTS.gpu_memory_utilization,
+        metavar="FRACTION",
+        help=_with_default("share of the GPU's memory to use in all", _DEFAULTS.gpu_memory_utilization),
+    )
+    add(
+        "--kv-cache-memory-bytes",
+        type=_size(1),
+        metavar="BYTES",
+        help="size of the KV cache; K, M and G are understood (default: what the utilization leaves; on the CPU, by"
+        " the machine's memory)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.enable_prefix_caching,
+        help=_with_default("reuse the cache of equal prompt beginnings", "on"),
+    )
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=_with_default("schedule a step while the one before it runs", "on with CUDA, off on the CPU"),
+    )
+    add(
+        "--debug-checks",
+        action="store_true",
+        help=_with_default("check the engine's state on every step (slow)", "off"),
+    )
+
+
+# --- what vLLM has and we do not ------------------------------------------------------------------------------------
+
+
+class _Refused(argparse.Action):
+    """A flag that is known but not supported: better a clear word than "unrecognized arguments". `const` is the one
+    value that asks for nothing."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if values != self.const:
+            only = f" (only {self.const} is accepted)" if self.const else ""
+            parser.error(f"{option} is not supported{only}: {self.metavar}")
+
+
+def _add_refused(parser: argparse.ArgumentParser) -> None:
+    one_device = "the model runs on one device"
+    plain_types = "weights and KV cache are kept in the model's own type"
+    no_adapters = "there are no adapters"
+    for names, harmless, reason in (
+        (("--tensor-parallel-size", "-tp"), "1", one_device),
+        (("--pipeline-parallel-size", "-pp"), "1", one_device),
+        (("--data-parallel-size", "-dp"), "1", one_device),
+        (("--quantization", "-q"), None, plain_types),
+        (("--kv-cache-dtype",), "auto", plain_types),
+        (("--speculative-config",), None, "there is no speculative decoding"),
+        (("--enable-lora",), None, no_adapters),
+        (("--lora-modules",), None, no_adapters),
+    ):
+        parser.add_argument(
+            *names,
+            action=_Refused,
+            const=harmless,
+            metavar=reason,
+            nargs="*" if "lora" in names[0] else None,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+# --- types ----------------------------------------------------------------------------------------------------------
+
+
+def _with_default(text: str, default: object) -> str:
+    return f"{text} (default: {default})".replace("%", "%%")
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            _invalid(f"{text!r} is not a whole number")
+        if not low <= value <= high:
+            _invalid(f"{value} is not between {low} and {high}")
+        return value
+
+    return parse
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def _size(low: int) -> Callable[[str], int]:
+    """A whole number, with K, M, G (powers of 1000) or Ki, Mi, Gi (of 1024) behind it."""
+    check = _integer(low, sys.maxsize)
+
+    def parse(text: str) -> int:
+        number = text.rstrip("kKmMgGiI")
+        unit = text[len(number) :].lower()
+        if not number.isdecimal() or unit not in _UNITS:
+            _invalid(f"{text!r} is not a size: write 500000000, 500M or 4Gi")
+        return check(str(int(number) * _UNITS[unit]))
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.0, 86400.0)
+
+
+def _fraction(text: str) -> float:
+    value = _number(text, 0.0, 1.0)
+    return value if value > 0 else _invalid("0 is not between 0 and 1")
+
+
+def _number(text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        _invalid(f"{text!r} is not a number")
+    if not low <= value <= high:
+        _invalid(f"{text} is not between {low:g} and {high:g}")
+    return value
+
+
+def _nonempty(text: str) -> str:
+    return text.strip() or _invalid("must not be empty")
+
+
+def _invalid(message: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(message)

@@ -1,0 +1,84 @@
+"""What the routes work with, put together once the model is loaded. Found at `app.state.services`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+
+from runner.messages import ModelInfo
+from server.batch import Engine
+from server.chat_template import ChatTemplate
+from server.errors import ModelNotFound, Unavailable, bounded
+from server.sampling import GenerationDefaults
+from server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    engine: Engine
+    model: ModelInfo
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    defaults: GenerationDefaults
+    served_model_names: tuple[str, ...]
+    """At least one; the first is what answers say when the request named none."""
+    enable_prompt_embeds: bool = True
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970: when the model became available."""
+
+    @classmethod
+    def load(
+        cls,
+        engine: Engine,
+        model: ModelInfo,
+        *,
+        served_model_names: Sequence[str],
+        chat_template: str | None = None,
+        generation_config: str = "auto",
+        enable_prompt_embeds: bool = True,
+        trust_remote_code: bool = False,
+    ) -> Services:
+        """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
+
+        Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use.
+        """
+        folder = Path(model.path)
+        tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
+        return cls(
+            engine=engine,
+            model=model,
+            tokenizer=tokenizer,
+            chat_template=ChatTemplate.load(tokenizer, chat_template),
+            defaults=GenerationDefaults.load(
+                folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
+            ),
+            served_model_names=tuple(served_model_names),
+            enable_prompt_embeds=enable_prompt_embeds,
+        )
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes with what could change an answer to the same request and seed."""
+        parts = (self.served_model_names[0], self.model.model_type, self.model.dtype, self.model.max_model_len)
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+
+    def model_name(self, asked: str | None) -> str:
+        """The name for an answer. Raises ModelNotFound for a model that is not served."""
+        if asked is None:
+            return self.served_model_names[0]
+        if asked not in self.served_model_names:
+            raise ModelNotFound(f"The model `{bounded(asked, 100)}` does not exist.")
+        return asked
+
+
+def services_of(request: Request) -> Services:
+    """Raises Unavailable while the model is loading."""
+    services: Services | None = getattr(request.app.state, "services", None)
+    if services is None:
+        raise Unavailable("The model is still loading.")
+    return services

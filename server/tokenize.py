@@ -1,0 +1,69 @@
+"""POST /tokenize and /detokenize (also under /v1): the model's tokenizer, as evaluation harnesses ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.body import read_json
+from server.chat import chat_prompt_ids
+from server.errors import InvalidRequest
+from server.inputs import check_token_ids, encode_prompt
+from server.respond import run_handler
+from server.schemas import DetokenizeRequest, TokenizeRequest, parse
+from server.services import Services, services_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> Response:
+    body = await read_json(request)
+    return await run_handler(request, _tokenize(body, services_of(request)))
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> Response:
+    body = await read_json(request)
+    return _detokenize(body, services_of(request))
+
+
+async def _tokenize(body: Mapping[str, Any], services: Services) -> Response:
+    request = parse(TokenizeRequest, body)
+    services.model_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("A request needs either a prompt or messages.", param="prompt")
+    if request.prompt is None:
+        token_ids = await chat_prompt_ids(request, services)
+    else:
+        add_special = request.add_special_tokens is not False
+        token_ids = await encode_prompt(request.prompt, services, add_special_tokens=add_special, param="prompt")
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": services.model.max_model_len,
+        "tokens": token_ids,
+    }
+    if request.return_token_strs:
+        answer["token_strs"] = services.tokenizer.names(token_ids)
+    return _json(answer)
+
+
+def _detokenize(body: Mapping[str, Any], services: Services) -> Response:
+    request = parse(DetokenizeRequest, body)
+    services.model_name(request.model)
+    if not isinstance(request.tokens, list):
+        raise InvalidRequest("tokens must be a list of token ids.", param="tokens")
+    check_token_ids(request.tokens, services.model.vocab_size, "tokens")
+    if len(request.tokens) > services.model.max_model_len:
+        raise InvalidRequest(f"tokens must have at most {services.model.max_model_len} items.", param="tokens")
+    return _json({"prompt": services.tokenizer.decode(request.tokens, skip_special_tokens=False)})
+
+
+def _json(body: Mapping[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

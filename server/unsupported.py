@@ -1,0 +1,97 @@
+"""Parameters that clients know and this server does not honour.
+
+Ignoring one that would change the answer is the worst choice: the client gets an unconstrained text and a 200. So each
+of them is refused, unless its value asks for nothing. Parameters that only keep the client's books (`user`,
+`metadata`, `store`, …) or hint (`reasoning_effort`, `prediction`, …) are accepted, and so are names nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from server.errors import UnsupportedParameter
+
+_Neutral = Callable[[Any], bool]
+
+
+def _empty(value: Any) -> bool:
+    """Nothing asked for: null, false, an empty list, object or string. (0 is a number and may mean something.)"""
+    return value is None or value is False or (isinstance(value, list | dict | str) and not value)
+
+
+def _one_of(*values: Any) -> _Neutral:
+    # By type too: 0 == False and 1.0 == True.
+    return lambda value: value is None or any(type(value) is type(each) and value == each for each in values)
+
+
+def _text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and value.get("type") == "text")
+
+
+_COMMON: dict[str, _Neutral] = {
+    "allowed_token_ids": _empty,
+    "bad_words": _empty,
+    "custom_logit_processor": _empty,
+    "detokenize": _one_of(True),
+    "ebnf": _empty,
+    "extra_args": _empty,
+    "guided_choice": _empty,
+    "guided_decoding_backend": _empty,
+    "guided_grammar": _empty,
+    "guided_json": _empty,
+    "guided_json_object": _empty,
+    "guided_regex": _empty,
+    "guided_whitespace_pattern": _empty,
+    "json_schema": _empty,
+    "kv_transfer_params": _empty,
+    "length_penalty": _one_of(1, 1.0),
+    "logits_processors": _empty,
+    "logprob_token_ids": _empty,
+    "lora_path": _empty,
+    "no_stop_trim": _empty,
+    "priority": _one_of(0),
+    "prompt_logprobs": _empty,
+    "regex": _empty,
+    "repetition_detection": _empty,
+    "response_format": _text_format,
+    "return_hidden_states": _empty,
+    "spaces_between_special_tokens": _one_of(True),
+    "stop_regex": _empty,
+    "structured_outputs": _empty,
+    "thinking_token_budget": _empty,
+    "truncate_prompt_tokens": _empty,
+    "use_beam_search": _empty,
+    "vllm_xargs": _empty,
+}
+
+COMPLETION: dict[str, _Neutral] = {**_COMMON, "messages": _empty, "suffix": _empty}
+
+CHAT: dict[str, _Neutral] = {
+    **_COMMON,
+    "audio": _empty,
+    "best_of": _one_of(1),
+    "chat_template": _empty,
+    "documents": _empty,
+    "echo": _empty,
+    "function_call": _one_of("none", "auto"),
+    "functions": _empty,
+    "media_io_kwargs": _empty,
+    "mm_processor_kwargs": _empty,
+    "modalities": lambda value: value is None or value == ["text"],
+    "moderation": _empty,
+    "prompt": _empty,
+    "prompt_embeds": _empty,
+    "return_prompt_text": _empty,
+    "tool_choice": _one_of("none", "auto"),
+    "tools": _empty,
+    "web_search_options": _empty,
+}
+
+
+def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, _Neutral]) -> None:
+    """Raises UnsupportedParameter for the first parameter of `table` whose value asks for something."""
+    # Over the table, not over the body: a body may have a million keys.
+    for name, is_neutral in table.items():
+        if name in body and not is_neutral(body[name]):
+            raise UnsupportedParameter(f"{name} is not supported by this server.", param=name)

@@ -1,0 +1,216 @@
+"""Drives a real engine in this process: requests go in when a test says so, tokens are collected by choice.
+
+The engine, its scheduler, its device work and its deferred copies are the product's own; only the process boundary is
+left out (tests/server has that).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from runner.config import RunnerConfig
+from runner.engine import Engine
+from runner.kv_cache import bytes_per_block
+from runner.messages import (
+    DIGEST_BYTES,
+    EMBEDDING_ID,
+    End,
+    Generate,
+    PromptLogprobs,
+    SamplingParams,
+    Span,
+    Started,
+    StepOutput,
+    TokenLogprobs,
+)
+from runner.sequence import Request
+
+Piece = list[int] | Tensor
+"""Token ids, or rows [n, hidden]."""
+Prompt = Piece | tuple[Piece, ...]
+"""One piece, or several in order."""
+
+
+@dataclass
+class Answer:
+    """What one choice produced."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Parallel to `tokens`."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_positions: list[int] = field(default_factory=list)
+    """Parallel to `prompt_logprobs`."""
+    started: Started | None = None
+    end: End | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        assert self.started is not None
+        return self.started.cached_tokens
+
+
+class Harness:
+    """One engine. Prompts are added under running numbers; `answers[number, choice]` is what came of them."""
+
+    def __init__(self, path: Path, *, num_blocks: int | None = None, **overrides: Any) -> None:
+        """`num_blocks`: KV blocks, the dummy included. `overrides`: of the configuration below."""
+        settings: dict[str, Any] = {
+            "model": str(path),
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "block_size": 16,
+            "debug_checks": True,
+            **overrides,
+        }
+        if num_blocks is not None:
+            settings["kv_cache_memory_bytes"] = num_blocks * _bytes_per_block(path, settings["block_size"])
+        self.config = RunnerConfig(**settings)
+        self.answers: dict[tuple[int, int], Answer] = defaultdict(Answer)
+        self.engine = Engine.load(self.config, self._emit)
+        assert num_blocks in (None, self.engine.info.num_blocks)
+        self._count = 0
+
+    def message(
+        self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "", **sampling: Any
+    ) -> tuple[Generate, list[memoryview]]:
+        """A request (greedy unless told otherwise) as a worker would send it, under the next number."""
+        ids: list[int] = []
+        spans: list[Span] = []
+        frames: list[memoryview] = []
+        digests = b""
+        for piece in prompt if isinstance(prompt, tuple) else (prompt,):
+            if isinstance(piece, Tensor):
+                data = piece.to(self.engine.model.dtype).contiguous().view(torch.uint8).numpy()
+                spans.append(Span(len(ids), len(data)))
+                frames.append(memoryview(data.tobytes()))
+                digests += b"".join(blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in data)
+                ids += [EMBEDDING_ID] * len(data)
+            else:
+                ids += piece
+        number, self._count = self._count, self._count + 1
+        params = SamplingParams(max_tokens, **{"temperature": 0.0, **sampling})
+        packed = memoryview(np.array(ids, np.int32).tobytes())
+        return Generate(0, number, n, params, tuple(spans), salt), [packed, memoryview(digests), *frames]
+
+    def add(self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "", **sampling: Any) -> int:
+        """Queues a request; returns its number."""
+        message, frames = self.message(prompt, max_tokens, n=n, salt=salt, **sampling)
+        model = self.engine.model
+        self.engine.add(
+            Request.from_message(
+                message,
+                frames,
+                vocab_size=model.vocab_size,
+                row_size=model.hidden_size * model.dtype.itemsize,
+                max_model_len=self.engine.limits.max_model_len,
+                block_size=self.config.block_size,
+                private_cache=not self.config.enable_prefix_caching,
+            )
+        )
+        return message.request
+
+    def run(self, between: Callable[[int], None] = lambda step: None, max_steps: int = 2000) -> None:
+        """Steps until nothing is left to do. `between(i)` is called before step i, and may add or abort."""
+        for i in range(max_steps):
+            between(i)
+            if not self.engine.has_work:
+                return
+            self.engine.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def answer(self, number: int, choice: int = 0) -> Answer:
+        return self.answers[number, choice]
+
+    def tokens(self, number: int, choice: int = 0) -> list[int]:
+        return self.answers[number, choice].tokens
+
+    def generate(self, prompt: Prompt, max_tokens: int = 32, **options: Any) -> Answer:
+        """Runs one request on its own; its first choice."""
+        number = self.add(prompt, max_tokens, **options)
+        self.run()
+        return self.answer(number)
+
+    def assert_empty(self) -> None:
+        """Every slot and block has come back."""
+        scheduler = self.engine.scheduler
+        assert scheduler.pool.num_used == 0
+        assert scheduler.num_running == 0
+        assert sorted(scheduler.table.free) == list(range(self.engine.limits.max_num_seqs))
+        assert not scheduler.requests and not scheduler.waiting and scheduler.num_in_flight == 0
+        assert self.engine.stats().row_bytes == 0
+
+    def fill_with_garbage(self, *, cache: bool) -> None:
+        """What an idle engine's earlier life may have left in its slots and buffers, at its worst: a value read before
+        it is written must show in the output.
+
+        `cache`: the cached keys and values as well. Prefixes are then found and wrong, so ask under a new salt.
+        """
+        assert not self.engine.has_work
+        device, vocab_size = self.engine.device, self.engine.model.vocab_size
+        device.slots.fill_with_garbage(vocab_size, device.cache.num_blocks)
+        device.sampling.floats.uniform_(0.2, 1.8)
+        device.sampling.ints.random_(1, 1000)
+        device.rows.fill_(math.nan)
+        device.upload.random_()
+        inputs = device.inputs
+        for buffer in (inputs.token_ids, inputs.positions, inputs.cache_index, inputs.seq_lens, inputs.last_rows):
+            buffer.random_()
+        inputs.is_token_ids.random_(2)
+        inputs.samples.random_(2)
+        table = self.engine.scheduler.table
+        random = np.random.default_rng(0)
+        table.token_ids[:] = random.integers(0, vocab_size, table.token_ids.shape)
+        table.blocks[:] = random.integers(0, device.cache.num_blocks, table.blocks.shape)
+        table.stop_ids[:] = random.integers(0, vocab_size, table.stop_ids.shape)
+        for counter in (table.num_blocks, table.length, table.computed, table.known, table.prompt_len, table.limit):
+            counter[:] = random.integers(0, self.engine.limits.max_model_len, counter.shape)
+        if cache:
+            device.cache.fill_with_garbage()
+
+    def _emit(self, worker: int, output: StepOutput) -> None:
+        assert worker == 0
+        logprobs = output.logprobs or [None] * len(output.tokens)
+        for request, choice, token, logprob in zip(
+            output.requests, output.choices, output.tokens, logprobs, strict=True
+        ):
+            answer = self.answers[request, choice]
+            assert answer.end is None, "a token after the end"
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+        for started in output.started:
+            answer = self.answers[started.request, started.choice]
+            assert answer.started is None, "started twice"
+            answer.started = started
+        for part in output.prompt_logprobs:
+            self._add_prompt_logprobs(part)
+        for end in output.ends:
+            answer = self.answers[end.request, end.choice]
+            assert answer.end is None, "ended twice"
+            answer.end = end
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        answer = self.answers[part.request, 0]
+        answer.prompt_positions += range(part.start, part.start + len(part.entries))
+        answer.prompt_logprobs += part.entries
+
+
+def _bytes_per_block(path: Path, block_size: int) -> int:
+    """Of a tiny model in fp32."""
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    shapes = [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
+    return bytes_per_block(shapes, block_size, torch.float32)

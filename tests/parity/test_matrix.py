@@ -1,0 +1,72 @@
+"""The product's promise: the same prompt gives the same tokens, however it is sent and whatever else is going on.
+
+`make test` runs a subset in which every two settings meet; `make matrix` runs the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from tests.models import FAMILIES, Family
+from tests.parity.covering import all_rows, pairs_of, pairwise
+from tests.parity.reference import sample
+from tests.parity.scenario import Kind, Scenario, check
+from tests.parity.shelf import EngineShelf
+
+AXES = {
+    "family": FAMILIES,
+    "kind": get_args(Kind),
+    "overlap": (False, True),
+    "chunked": (False, True),
+    "tiny_pool": (False, True),
+    "cache": ("off", "cold", "warm"),
+    "batch": (1, 8),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "scenario" in metafunc.fixturenames:
+        rows = all_rows(AXES) if metafunc.config.getoption("--long") else pairwise(AXES)
+        metafunc.parametrize("scenario", [Scenario(**row) for row in rows], ids=str)  # type: ignore[arg-type]
+
+
+def test_parity(scenario: Scenario, shelf: EngineShelf) -> None:
+    check(scenario, shelf)
+
+
+def test_the_subset_has_every_pair() -> None:
+    rows = pairwise(AXES)
+    covered = set().union(*map(pairs_of, rows))
+    for (a, a_values), (b, b_values) in itertools.combinations(AXES.items(), 2):
+        for pair in itertools.product(a_values, b_values):
+            assert frozenset(zip((a, b), pair, strict=True)) in covered
+    assert len(rows) < len(all_rows(AXES)) / 20
+
+
+# --- controls: what a mistake would look like, so that agreement means something -----------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row_changed_changes_the_answer(shelf: EngineShelf, family: Family) -> None:
+    harness = shelf.engine(family)
+    prompt = sample(shelf.path(family), 24)
+    other = sample(shelf.path(family), 31)
+    for row in (0, 7, 23):
+        rows = prompt.rows.clone()
+        rows[row] = other.rows[row]
+        assert harness.generate(rows).tokens != prompt.tokens
+        ids = list(prompt.ids)
+        ids[row] = other.ids[row]
+        assert ids != prompt.ids
+        assert harness.generate(ids).tokens != prompt.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_varied(shelf: EngineShelf, family: Family) -> None:
+    for length in (1, 5, 24):
+        tokens = shelf.engine(family).generate(sample(shelf.path(family), length).rows).tokens
+        assert len(tokens) == 32
+        assert len(set(tokens)) >= 8

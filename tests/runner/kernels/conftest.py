@@ -1,0 +1,60 @@
+"""Where the kernels run in tests: on a CUDA device, or on the CPU in Triton's interpreter.
+
+The interpreter runs when TRITON_INTERPRET=1 is set and Triton is installed (Triton 3.6 needs a NumPy below 2.4 for it):
+
+    TRITON_INTERPRET=1 python -m pytest tests/runner/kernels
+
+Tests that ask for `triton_device` are skipped where neither is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runner.kernels._triton import HAS_TRITON
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if INTERPRETED and "triton_device" in getattr(item, "fixturenames", ()):
+            # NumPy warns of what a GPU does silently (overflow to infinity), and of Triton's own use of it.
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"))
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def triton_device() -> Iterator[torch.device]:
+    if INTERPRETED:
+        with pytest.MonkeyPatch.context() as patch:
+            _teach_bf16(patch)
+            yield torch.device("cpu")
+    elif HAS_TRITON and torch.cuda.is_available():
+        yield torch.device("cuda")
+    else:
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 and Triton")
+
+
+def _teach_bf16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bf16 as its bits and its `dot` multiplies those; widen them first."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widen(handle: object) -> object:
+        if handle.dtype != tl.bfloat16:  # type: ignore[attr-defined]
+            return handle
+        bits = handle.data.astype(np.uint32) << 16  # type: ignore[attr-defined]
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: object, a: object, b: object, *args: object) -> object:
+        return plain(self, widen(a), widen(b), *args)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,60 @@
+"""`write_kv`: the reference against a loop, the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.kernels.cache_write import write_kv, write_kv_reference
+from runner.kernels.cache_write_triton import write_kv_triton
+
+SHAPES = [(1, 1, 64), (7, 3, 80), (20, 8, 128), (5, 2, 256), (4, 20, 128)]
+
+
+def make_case(rows: int, heads: int, head_dim: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    torch.manual_seed(rows * heads)
+    if layout == "heads first":  # [1, H, T, D], as rope leaves it
+        key, value = (torch.randn(1, heads, rows, head_dim).to(dtype)[0].transpose(0, 1) for _ in range(2))
+    else:  # slices of a merged projection: rows further apart than a row is long
+        qkv = torch.randn(rows, 3 * heads, head_dim).to(dtype)
+        key, value = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    key_cache, value_cache = (torch.randn(5, 16, heads, head_dim).to(dtype) for _ in range(2))
+    return key, value, key_cache, value_cache, torch.randperm(5 * 16)[:rows]
+
+
+@pytest.mark.parametrize("layout", ["heads first", "merged"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_is_a_loop_over_rows(shape: tuple[int, int, int], layout: str) -> None:
+    key, value, key_cache, value_cache, cache_index = make_case(*shape, layout, torch.float32)
+    expected = key_cache.clone(), value_cache.clone()
+    for row, index in enumerate(cache_index.tolist()):
+        expected[0][index // 16, index % 16] = key[row]
+        expected[1][index // 16, index % 16] = value[row]
+    write_kv(key, value, key_cache, value_cache, cache_index)
+    assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["heads first", "merged"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_kernel(
+    shape: tuple[int, int, int], layout: str, dtype: torch.dtype, triton_device: torch.device
+) -> None:
+    key, value, key_cache, value_cache, cache_index = make_case(*shape, layout, dtype)
+    on_device = [tensor.to(triton_device, copy=True) for tensor in (key_cache, value_cache)]
+    write_kv_reference(key, value, key_cache, value_cache, cache_index)
+    # .to() would keep the strides, but not a slice's.
+    base = torch.empty_strided(key.shape, key.stride(), dtype=dtype, device=triton_device).copy_(key)
+    write_kv_triton(base, value.to(triton_device), *on_device, cache_index.to(triton_device))
+    assert torch.equal(on_device[0].cpu(), key_cache) and torch.equal(on_device[1].cpu(), value_cache)
+
+
+def test_padding_lands_in_the_dummy_block_alone(triton_device: torch.device) -> None:
+    key, value, key_cache, value_cache, _ = make_case(6, 2, 64, "merged", torch.float32)
+    before = key_cache[1:].clone()
+    caches = key_cache.to(triton_device), value_cache.to(triton_device)
+    zeros = torch.zeros(6, dtype=torch.int64, device=triton_device)
+    write_kv_triton(key.to(triton_device), value.to(triton_device), *caches, zeros)
+    assert torch.equal(caches[0][1:].cpu(), before)
+    assert any(torch.equal(caches[0][0, 0].cpu(), row) for row in key)

@@ -1,0 +1,241 @@
+"""What tests of the routes work with: an engine that follows a script, and an application around it.
+
+The engine is fake, its streams are real: the same `Inbox` and `GenerationStream` that the engine client fills. Nothing
+here listens on a port or starts a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from runner.messages import (
+    End,
+    FinishReason,
+    ModelInfo,
+    PromptLogprobs,
+    SamplingParams,
+    Started,
+    TokenLogprobs,
+)
+from server import chat, completions, models, tokenize
+from server.chat_template import ChatTemplate
+from server.errors import APIError, install_error_handlers
+from server.generation import GenerationStream, Inbox
+from server.metrics import Metrics
+from server.prompt import PromptRows
+from server.sampling import GenerationDefaults
+from server.services import Services
+from server.tokenizer import Tokenizer
+from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
+
+MODEL = ModelInfo(
+    path="",
+    model_type="llama",
+    dtype="float32",
+    hidden_size=HIDDEN_SIZE,
+    vocab_size=VOCAB_SIZE,
+    max_model_len=128,
+    block_size=16,
+    num_blocks=64,
+    max_num_seqs=8,
+)
+NAMES = ("tiny", "org/tiny")
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(build_tokenizer())
+
+
+def ids_of(text: str) -> list[int]:
+    """The text's ids, without special ones unless the text names them."""
+    return list(tokenizer().transformers.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """One token for each byte: every character that is not ASCII is split over several."""
+    table = {tokenizer().vocabulary.bytes_of(token_id): token_id for token_id in range(VOCAB_SIZE)}
+    return [table[bytes([value])] for value in data]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the engine says for one choice."""
+
+    tokens: Sequence[int]
+    reason: FinishReason = "stop"
+    stop_token: int | None = None
+    """Default: the last token, if it is one of the request's stop ids."""
+    message: str = ""
+
+
+Script = Callable[[Sequence[int], int], Line]
+"""(the prompt's ids, the choice's number) to what is said."""
+
+
+def say(text: str) -> Script:
+    """Every choice says `text` and ends like a model: with the end-of-sequence token."""
+    return lambda _prompt, _choice: Line([*ids_of(text), EOS_ID])
+
+
+@dataclass
+class Submitted:
+    """A request that the engine got, and what became of it."""
+
+    prompt: PromptRows
+    sampling: SamplingParams
+    n: int
+    cache_salt: str
+    aborted: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """`tokens_per_event`: how many tokens arrive together. `refuse`: what the first calls raise. `fail_after`: so many
+    tokens, and the engine dies."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tokens_per_event: int = 1,
+        refuse: Sequence[APIError | None] = (),
+        fail_after: int | None = None,
+        hang: bool = False,
+    ) -> None:
+        self.submitted: list[Submitted] = []
+        self.forgotten = 0
+        self._script = script
+        self._tokens_per_event = tokens_per_event
+        self._refuse = list(refuse)
+        self._fail_after = fail_after
+        self._hang = hang
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers: dict[int, Submitted] = {}
+        self._metrics = Metrics("tiny")
+
+    async def generate(
+        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = ""
+    ) -> GenerationStream:
+        refusal = self._refuse.pop(0) if self._refuse else None
+        if refusal is not None:
+            await asyncio.sleep(0.01)
+            raise refusal
+        submitted = Submitted(prompt, sampling, n, cache_salt)
+        self.submitted.append(submitted)
+        inbox = Inbox(len(self.submitted), n, len(prompt), self._metrics, None)
+        self._numbers[inbox.request] = submitted
+        inbox.accept()
+        task = asyncio.get_running_loop().create_task(self._run(inbox, submitted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return GenerationStream(self, inbox)
+
+    def abort(self, inbox: Inbox, choice: int) -> None:
+        self._numbers[inbox.request].aborted.append(choice)
+
+    def forget(self, inbox: Inbox) -> None:
+        self.forgotten += 1
+
+    async def _run(self, inbox: Inbox, submitted: Submitted) -> None:
+        ids = [int(token_id) for token_id in submitted.prompt.token_ids]
+        sampling = submitted.sampling
+        await asyncio.sleep(0)
+        for choice in range(submitted.n):
+            inbox.add_started(Started(inbox.request, choice, 2 if choice == 0 else len(ids) - 1, 0.0))
+        if sampling.prompt_logprobs is not None:
+            # In two parts, as a prompt longer than a chunk has them.
+            entries = [self._logprobs(token_id, sampling.prompt_logprobs) for token_id in ids[1:]]
+            for part in (slice(0, len(entries) // 2), slice(len(entries) // 2, None)):
+                inbox.add_prompt_logprobs(PromptLogprobs(inbox.request, 1 + (part.start or 0), tuple(entries[part])))
+                await asyncio.sleep(0)
+        lines = [self._line(ids, choice, sampling) for choice in range(submitted.n)]
+        sent = 0
+        if self._hang:
+            await asyncio.sleep(3600)
+        longest = max(len(line.tokens) for line in lines)
+        for start in range(0, max(longest, 1), self._tokens_per_event):
+            await asyncio.sleep(0)
+            for choice, line in enumerate(lines):
+                if inbox.ended[choice]:
+                    continue
+                for token in line.tokens[start : start + self._tokens_per_event]:
+                    if sent == self._fail_after:
+                        inbox.fail(APIError(503, "The engine stopped.", type="server_error", code="engine_failed"))
+                        return
+                    sent += 1
+                    entry = None if sampling.logprobs is None else self._logprobs(token, sampling.logprobs)
+                    inbox.add_token(choice, token, entry, 0.0)
+                if start + self._tokens_per_event >= len(line.tokens):
+                    inbox.add_end(End(inbox.request, choice, line.reason, line.stop_token, line.message))
+
+    def _line(self, ids: Sequence[int], choice: int, sampling: SamplingParams) -> Line:
+        line = self._script(ids, choice)
+        tokens = list(line.tokens)
+        for position, token in enumerate(tokens[: sampling.max_tokens]):
+            if token in sampling.stop_token_ids and position >= sampling.min_tokens:
+                return Line(tokens[: position + 1], "stop", token)
+        if len(tokens) >= sampling.max_tokens:
+            return Line(tokens[: sampling.max_tokens], "length")
+        return line
+
+    @staticmethod
+    def _logprobs(token: int, k: int) -> TokenLogprobs:
+        """The token itself is always the second best, at -1; the best is its neighbour."""
+        top = [((token + 1 + 2 * rank) % VOCAB_SIZE if rank != 1 else token) for rank in range(k)]
+        return TokenLogprobs(token, -1.0, 2, tuple(top), tuple(-0.5 * (1 + rank) for rank in range(k)))
+
+
+def services(engine: FakeEngine, **changes: Any) -> Services:
+    values: dict[str, Any] = {
+        "engine": engine,
+        "model": MODEL,
+        "tokenizer": tokenizer(),
+        "chat_template": ChatTemplate(tokenizer()),
+        "defaults": GenerationDefaults(eos_token_ids=(EOS_ID,)),
+        "served_model_names": NAMES,
+        **changes,
+    }
+    return Services(**values)
+
+
+def application(given: Services) -> FastAPI:
+    app = FastAPI()
+    install_error_handlers(app)
+    for module in (completions, chat, models, tokenize):
+        app.include_router(module.router)
+    app.state.services = given
+    return app
+
+
+class Api:
+    """A client of an application in the same process. One request at a time, each in an event loop of its own."""
+
+    def __init__(self, given: Services) -> None:
+        self._app = application(given)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        content = {"json": body} if "content" not in options else {}
+        return asyncio.run(self._send("POST", path, **content, **options))
+
+    def get(self, path: str) -> httpx.Response:
+        return asyncio.run(self._send("GET", path))
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+
+@contextmanager
+def api(script: Script, **options: Any) -> Iterator[tuple[Api, FakeEngine]]:
+    """`options`: arguments of FakeEngine."""
+    engine = FakeEngine(script, **options)
+    yield Api(services(engine)), engine

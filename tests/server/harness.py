@@ -1,0 +1,187 @@
+"""A real server in a process of its own, with a scripted runner behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from tests.server.scripted_runner import Script
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(probe: Callable[[], T], seconds: float = 20.0) -> T:
+    """The first true answer of `probe`; fails when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (answer := probe()):
+        assert time.monotonic() < deadline, "this never became true"
+        time.sleep(0.02)
+    return answer
+
+
+class ServerProcess:
+    """`with ServerProcess(script, folder) as server:`; `options` are fields of ServerConfig."""
+
+    def __init__(self, script: Script, folder: Path, **options: Any) -> None:
+        self.log_path = folder / "runner.jsonl"
+        self.stderr_path = folder / "stderr"
+        # Short: pytest's own folders are too long for a unix socket's path.
+        self.sockets = Path(tempfile.mkdtemp(prefix="sockets-", dir="/tmp"))
+        self.port = options.pop("port", None) or free_port()
+        self.base = f"http://127.0.0.1:{self.port}"
+        runner = (
+            sys.executable,
+            "-m",
+            "tests.server.scripted_runner",
+            replace(script, log=str(self.log_path)).to_json(),
+        )
+        self._config = {"port": self.port, "runner_command": runner, "served_model_name": ["scripted"], **options}
+
+    def __enter__(self) -> Self:
+        with open(self.stderr_path, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.server.launch", json.dumps(self._config)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, "TMPDIR": str(self.sockets)},
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for event in self.messages("start"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(event["pid"], signal.SIGKILL)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+        if kind is not None:
+            print(self.stderr)
+
+    # --- what it says ---------------------------------------------------------------------------------------------
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def messages(self, kind: str) -> list[dict[str, Any]]:
+        """What the runner logged."""
+        if not self.log_path.exists():
+            return []
+        events = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        return [event for event in events if event["kind"] == kind]
+
+    @property
+    def runner_pid(self) -> int:
+        events = eventually(lambda: self.messages("start"))
+        return int(events[0]["pid"])
+
+    def runner_is_alive(self) -> bool:
+        return is_alive(self.runner_pid)
+
+    # --- what is done to it ---------------------------------------------------------------------------------------
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.base, timeout=30, **options)
+
+    def status(self, path: str) -> int:
+        """0 where nobody answers."""
+        try:
+            return httpx.get(self.base + path, timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    def wait_ready(self) -> Self:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"the server exited with {self.process.returncode}: {self.stderr}"
+            return self.status("/readyz") == 200
+
+        eventually(ready, 60)
+        return self
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def signal_runner(self, number: int) -> None:
+        os.kill(self.runner_pid, number)
+
+    def exit_status(self, seconds: float = 20) -> int:
+        return self.process.wait(seconds)
+
+    def complete(self, max_tokens: int, *, client: httpx.Client | None = None, **body: Any) -> httpx.Response:
+        """One completion, not streamed."""
+        send = (client or httpx).post
+        return send(self.base + "/v1/completions", json=completion(max_tokens, **body), timeout=30)
+
+    def open_stream(self, max_tokens: int, **body: Any) -> Stream:
+        return Stream(self.port, "/v1/completions", completion(max_tokens, stream=True, **body))
+
+    def leftovers(self) -> Sequence[Path]:
+        """Socket folders that are still there."""
+        return list(self.sockets.iterdir())
+
+
+class Stream:
+    """A streamed answer, read event by event; `close` hangs up."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        self.response = self._connection.getresponse()
+        self.events = self._read()
+
+    def _read(self) -> Iterator[str]:
+        for line in self.response:
+            if line.startswith(b"data: "):
+                yield line[6:].decode().strip()
+
+    def rest(self) -> list[str]:
+        """Every event that is still to come; the connection is closed after them."""
+        try:
+            return list(self.events)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+
+def completion(max_tokens: int, **body: Any) -> dict[str, Any]:
+    return {"model": "scripted", "prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, **body}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,238 @@
+"""A runner without a model, for tests of the server: it speaks the message contract and does what its script says.
+
+    python -m tests.server.scripted_runner SCRIPT_JSON RUNNER_CONFIG_JSON
+
+It echoes: token i of choice c is the prompt's id number (i + c) modulo its length (an embedding row counts as id 1).
+Tests that need it to misbehave send it signals: SIGKILL to die, SIGSTOP to freeze, SIGUSR1 to go on taking requests
+while its engine hangs, SIGUSR2 to report a failure and exit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import numpy as np
+import zmq
+
+from runner.config import RunnerConfig
+from runner.messages import (
+    EMBEDDING_ID,
+    Abort,
+    Accepted,
+    End,
+    Failed,
+    FromRunner,
+    Generate,
+    Heartbeat,
+    Hello,
+    Loading,
+    ModelInfo,
+    PromptLogprobs,
+    Ready,
+    Rejected,
+    RejectReason,
+    Started,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+    decode_to_runner,
+    encode,
+)
+
+HEARTBEAT_SECONDS = 0.1
+REJECTED: dict[int, RejectReason] = {13: "queue_full", 14: "rows_full", 15: "invalid"}
+"""Prompts that begin with these ids are rejected."""
+
+
+@dataclass(frozen=True)
+class Script:
+    model: str
+    """The folder whose config.json and tokenizer it pretends to serve."""
+    log: str = os.devnull
+    """A JSON line is written here for its start and for each message that it gets."""
+    load_seconds: float = 0.0
+    step_seconds: float = 0.001
+    fail_loading: str = ""
+    """Not empty: loading fails with this message and exit status 3."""
+    linger: bool = False
+    """Ignore end-of-file on standard input, as a runner that hangs would."""
+    max_model_len: int = 512
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Choice:
+    request: int
+    choice: int
+    ids: list[int]
+    generate: Generate
+    done: int = 0
+
+
+class ScriptedRunner:
+    def __init__(self, script: Script, config: RunnerConfig) -> None:
+        self.script = script
+        self.log: IO[str] = open(script.log, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
+        self.context = zmq.Context()
+        self.inbox = self.context.socket(zmq.PULL)
+        self.inbox.bind(config.address)
+        self.worker: zmq.Socket[bytes] | None = None
+        self.choices: list[Choice] = []
+        self.waiting: list[Started] = []
+        self.hanging = False
+        self.failing = False
+        self.steps = 0
+        self.write("start", pid=os.getpid(), parent=os.getppid())
+
+    def write(self, kind: str, **values: Any) -> None:
+        self.log.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def send(self, message: FromRunner) -> None:
+        if self.worker is not None:
+            self.worker.send(encode(message))
+
+    def run(self) -> int:
+        loaded_at = time.monotonic() + self.script.load_seconds
+        ready = False
+        beat = step = 0.0
+        while True:
+            self.inbox.poll(1 if self.choices else 20)
+            while self.inbox.poll(0):
+                self.on_message(self.inbox.recv_multipart(), ready)
+            now = time.monotonic()
+            if self.failing:
+                self.send(Failed("the scripted engine failed"))
+                time.sleep(0.1)
+                return 1
+            if not ready:
+                if self.worker is None or now < loaded_at:
+                    continue
+                if self.script.fail_loading:
+                    self.send(Failed(self.script.fail_loading))
+                    print(f"runner: {self.script.fail_loading}", file=sys.stderr)
+                    time.sleep(0.1)
+                    return 3
+                ready = True
+                self.send(Ready(self.model_info()))
+            if self.hanging:
+                continue
+            if now - beat >= HEARTBEAT_SECONDS:
+                beat = now
+                self.send(Heartbeat(Stats(running=len(self.choices), steps=self.steps, blocks_total=64)))
+            if self.choices and now - step >= self.script.step_seconds:
+                step = now
+                self.step()
+
+    def on_message(self, frames: list[bytes], ready: bool) -> None:
+        message = decode_to_runner(frames[0])
+        if isinstance(message, Hello):
+            if self.worker is None:
+                self.worker = self.context.socket(zmq.PUSH)
+                self.worker.connect(message.address)
+            self.send(Ready(self.model_info()) if ready else Loading("scripted"))
+        elif isinstance(message, Generate):
+            self.write("generate", request=message.request, n=message.n, frames=[len(frame) for frame in frames[1:]])
+            self.on_generate(message, np.frombuffer(frames[1], dtype=np.int32))
+        elif isinstance(message, Abort):
+            self.write("abort", request=message.request, choice=message.choice, running=len(self.choices))
+            self.choices = [
+                each
+                for each in self.choices
+                if each.request != message.request or message.choice not in (-1, each.choice)
+            ]
+
+    def on_generate(self, message: Generate, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        if (reason := REJECTED.get(int(token_ids[0]))) is not None:
+            self.send(Rejected(message.request, reason, "The script says no."))
+            return
+        self.send(Accepted(message.request))
+        ids = [1 if token == EMBEDDING_ID else int(token) for token in token_ids]
+        for choice in range(message.n):
+            self.choices.append(Choice(message.request, choice, ids, message))
+            self.waiting.append(Started(message.request, choice, 0, 0.001))
+
+    def step(self) -> None:
+        self.steps += 1
+        output = StepOutput([], [], [], started=self.waiting)
+        self.waiting = []
+        logprobs: list[TokenLogprobs | None] = []
+        for each in list(self.choices):
+            sampling = each.generate.sampling
+            if each.done == 0 and each.choice == 0 and sampling.prompt_logprobs is not None:
+                entries = tuple(_logprobs(token, sampling.prompt_logprobs) for token in each.ids[1:])
+                output.prompt_logprobs.append(PromptLogprobs(each.request, 1, entries))
+            if sampling.max_tokens:
+                token = each.ids[(each.done + each.choice) % len(each.ids)]
+                each.done += 1
+                output.requests.append(each.request)
+                output.choices.append(each.choice)
+                output.tokens.append(token)
+                logprobs.append(None if sampling.logprobs is None else _logprobs(token, sampling.logprobs))
+                if token in sampling.stop_token_ids and each.done >= sampling.min_tokens:
+                    output.ends.append(End(each.request, each.choice, "stop", token))
+                    self.choices.remove(each)
+                    continue
+            if each.done >= sampling.max_tokens:
+                output.ends.append(End(each.request, each.choice, "length"))
+                self.choices.remove(each)
+        if any(logprobs):
+            output.logprobs.extend(logprobs)
+        self.send(output)
+
+    def model_info(self) -> ModelInfo:
+        config = json.loads((Path(self.script.model) / "config.json").read_text())
+        return ModelInfo(
+            path=self.script.model,
+            model_type=config["model_type"],
+            dtype="float32",
+            hidden_size=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+            max_model_len=self.script.max_model_len,
+            block_size=16,
+            num_blocks=64,
+            max_num_seqs=8,
+        )
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    tops = tuple((token + i) % 32 for i in range(count))
+    return TokenLogprobs(token, -0.5, 1, tops, tuple(-0.5 - i for i in range(count)))
+
+
+def _exit_with_server() -> None:
+    # Not sys.stdin: its lock, held by this thread, would abort the interpreter when it exits by itself.
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def main() -> int:
+    script, config = Script(**json.loads(sys.argv[1])), RunnerConfig.from_json(sys.argv[2])
+    if not script.linger:
+        threading.Thread(target=_exit_with_server, daemon=True).start()
+    runner = ScriptedRunner(script, config)
+
+    def hang(number: int, frame: FrameType | None) -> None:
+        runner.hanging = not runner.hanging
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        runner.failing = True
+
+    signal.signal(signal.SIGUSR1, hang)
+    signal.signal(signal.SIGUSR2, fail)
+    return runner.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

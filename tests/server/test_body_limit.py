@@ -1,0 +1,143 @@
+"""Bodies that are too large, announced and not; without a server and through one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+from starlette.types import Message, Receive, Scope, Send
+
+from server.body_limit import BodyLimit
+from server.config import ServerConfig
+from tests.server.harness import ServerProcess
+
+MODEL_LIMIT = ServerConfig().body_limit_for(512, 64)
+
+
+class Exchange:
+    """One request to a BodyLimit of 10 bytes around an application that reads everything."""
+
+    def __init__(self, chunks: list[bytes], length: str | None = None, *, swallow: bool = False) -> None:
+        self.reads = 0
+        self.sent: list[Message] = []
+        self._chunks = chunks
+        self._swallow = swallow
+        headers = [] if length is None else [(b"content-length", length.encode())]
+        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+        asyncio.run(BodyLimit(self._app, lambda: 10)(scope, self._receive, self._send))
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            while (await receive()).get("more_body"):
+                pass
+        except Exception:
+            if not self._swallow:
+                raise
+        await send({"type": "http.response.start", "status": 400 if self._swallow else 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def _receive(self) -> Message:
+        self.reads += 1
+        body = self._chunks.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(self._chunks)}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+def test_a_body_at_the_limit_passes() -> None:
+    assert Exchange([b"12345", b"67890"], "10").status == 200
+    assert Exchange([b"12345", b"67890"]).status == 200
+
+
+def test_an_announced_size_is_refused_unread() -> None:
+    for length in ("11", "99999999999999999999999", "-1", "x", ""):
+        exchange = Exchange([b"12345"], length)
+        assert exchange.status == 413
+        assert exchange.reads == 0
+
+
+def test_an_unannounced_one_as_soon_as_it_is_too_large() -> None:
+    exchange = Exchange([b"12345"] * 100)
+    assert exchange.status == 413
+    assert exchange.reads == 3
+
+
+def test_the_application_cannot_turn_it_into_something_else() -> None:
+    exchange = Exchange([b"12345"] * 3, swallow=True)
+    assert exchange.status == 413
+    assert len(exchange.sent) == 2
+
+
+def test_the_limit_follows_from_the_model() -> None:
+    embedding_in_base64 = 2048 * 4096 * 4 * 4 // 3
+    assert embedding_in_base64 < ServerConfig().body_limit_for(2048, 4096) < embedding_in_base64 * 1.1
+    assert ServerConfig(max_body_bytes=5).body_limit_for(2048, 4096) == 5
+
+
+# --- through a server -------------------------------------------------------------------------------------------------
+
+
+def head(server: ServerProcess, *headers: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def first_line(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as stream:
+        return stream.readline()
+
+
+def test_refused_before_it_is_sent(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head(server, f"Content-Length: {MODEL_LIMIT + 1}"))
+        assert b" 413 " in first_line(connection)
+
+
+def test_no_continue_for_a_body_that_is_refused(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head(server, f"Content-Length: {MODEL_LIMIT + 1}", "Expect: 100-continue"))
+        assert b" 413 " in first_line(connection)
+
+
+def test_a_chunked_body_is_cut_off(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head(server, "Transfer-Encoding: chunked"))
+        chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
+        for _ in range(MODEL_LIMIT // 0x10000 + 2):
+            connection.sendall(chunk)
+        assert b" 413 " in first_line(connection)
+
+
+def test_who_sends_the_whole_body_still_sees_the_answer(server: ServerProcess) -> None:
+    """Closing the connection under a client that is sending would reset it before it reads the answer."""
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(200):
+            yield bytes(1 << 18)
+
+    with server.client() as client:
+        for content in (chunks(), bytes(50 << 20)):
+            answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "body_too_large"
+        assert client.get("/readyz").status_code == 200
+
+
+def test_dropping_has_an_end(server: ServerProcess) -> None:
+    sent = 0
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head(server, "Content-Length: 900000000000"))
+        try:
+            while sent < 2 << 30:
+                connection.sendall(bytes(1 << 20))
+                sent += 1 << 20
+        except OSError:
+            pass
+    assert sent < 1 << 30
+    assert server.status("/readyz") == 200

@@ -1,0 +1,92 @@
+"""Chat templates: the model's and the operator's, and what they do with messages they do not like."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.chat_template import ChatTemplate
+from server.errors import InvalidRequest
+from server.tokenizer import Tokenizer
+from tests.models import build_tokenizer
+from tests.server.fakes import tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def render(override: str | None = None, messages: list[dict[str, str]] = HELLO, **options: Any) -> str:
+    return asyncio.run(ChatTemplate(tokenizer(), override).render(messages, **options))
+
+
+def test_the_models_own() -> None:
+    assert render() == "<bos><turn>user\nhello<eos>\n<turn>assistant\n"
+    assert render(add_generation_prompt=False) == "<bos><turn>user\nhello<eos>\n"
+
+
+def test_continue_final_message() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    text = render(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<bos><turn>user\nhello<eos>\n<turn>assistant\nWell,"
+
+
+def test_long_conversations() -> None:
+    assert len(render(messages=HELLO * 5000)) == len("<bos><turn>assistant\n") + 5000 * len("<turn>user\nhello<eos>\n")
+
+
+def test_the_operators() -> None:
+    assert render("{{ messages[0].content }}!") == "hello!"
+
+
+def test_variables() -> None:
+    assert render("{{ mood }}", variables={"mood": "calm"}) == "calm"
+
+
+def test_what_the_template_says_is_passed_on() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        render("{{ raise_exception('roles must alternate' + 'x' * 10000) }}")
+    assert caught.value.param == "messages"
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + 'x' }}", "{{ nothing.there }}", "{% if %}", "{{ messages[7].x.y }}"])
+def test_other_failures_are_the_requests_too(template: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(template)
+
+
+def test_the_sandbox_holds() -> None:
+    with pytest.raises(InvalidRequest):
+        render("{{ messages.append.__globals__ }}")
+
+
+def test_no_template() -> None:
+    plain = build_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        asyncio.run(ChatTemplate(Tokenizer(plain)).render(HELLO))
+
+
+def test_load_reads_a_file_or_takes_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ 'file' }}")
+    for override, text in ((str(path), "file"), ("{{ 'text' }}", "text")):
+        template = ChatTemplate.load(tokenizer(), override)
+        assert asyncio.run(template.render(HELLO)) == text
+    with pytest.raises(ValueError, match="--chat-template"):
+        ChatTemplate.load(tokenizer(), str(tmp_path / "missing"))
+
+
+def test_the_messages_are_not_changed() -> None:
+    messages = copy.deepcopy(HELLO)
+    render("{% for message in messages %}{% set _ = message.update({'content': 'x'}) %}{% endfor %}", messages)
+    assert messages == HELLO
+
+
+def test_names_that_are_ours() -> None:
+    reserved = ChatTemplate(tokenizer()).reserved_names
+    assert {"messages", "conversation", "chat_template", "tokenize", "tools", "add_generation_prompt"} <= reserved
+    assert "enable_thinking" not in reserved

@@ -1,0 +1,132 @@
+"""Requests that are not quite HTTP, or too much of it, sent byte by byte."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.server.harness import ServerProcess
+
+
+def exchange(server: ServerProcess, data: bytes) -> tuple[int, dict[str, object]]:
+    """Status and JSON body of the first answer."""
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+        connection.sendall(data)
+        status = int(stream.readline().split()[1])
+        length = 0
+        while (line := stream.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        return status, json.loads(stream.read(length) or b"{}")
+
+
+def request(*headers: bytes, path: bytes = b"/livez") -> bytes:
+    return b"\r\n".join([b"GET " + path + b" HTTP/1.1", b"Host: x", *headers, b"", b""])
+
+
+def test_ordinary_headers_pass(server: ServerProcess) -> None:
+    headers = [b"X-%d: %s" % (number, b"v" * 500) for number in range(90)]
+    assert exchange(server, request(*headers))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        request(*[b"X-%d: v" % number for number in range(300)]),
+        request(b"X-Large: " + b"v" * 200_000),
+        request(path=b"/" + b"v" * 100_000),
+        b"GET /livez HTTP/1.1\r\nX-Endless: " + b"v" * 400_000,
+        b"GET /" + b"v" * 400_000,
+    ],
+    ids=["many headers", "a large header", "a long path", "a header without an end", "a path without an end"],
+)
+def test_a_head_that_is_too_large(server: ServerProcess, data: bytes) -> None:
+    status, body = exchange(server, data)
+    assert status == 431
+    error = body["error"]
+    assert isinstance(error, dict)
+    assert error["code"] == "headers_too_large"
+    assert server.status("/livez") == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    ],
+    ids=["not HTTP", "TLS", "two lengths", "a path in no encoding", "a chunk without a size"],
+)
+def test_what_is_malformed(server: ServerProcess, data: bytes) -> None:
+    status, body = exchange(server, data)
+    assert status in (400, 415)
+    assert isinstance(body["error"], dict)
+    assert server.status("/livez") == 200
+
+
+def test_a_refused_head_is_not_followed_by_another_request(server: ServerProcess) -> None:
+    """What comes behind a refused head on the same connection must not be run."""
+    refused = request(*[b"X-%d: v" % number for number in range(300)])
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(refused + request())
+        answers = b""
+        while data := connection.recv(65536):
+            answers += data
+    assert answers.count(b"HTTP/1.1") == 1
+    assert b" 431 " in answers
+
+
+def test_heads_are_counted_one_by_one_on_a_connection(server: ServerProcess) -> None:
+    with server.client() as client:
+        for _ in range(40):
+            assert client.get("/livez", headers={"x-filler": "v" * 30_000}).status_code == 200
+
+
+def test_unknown_routes_and_methods_have_openais_body(server: ServerProcess) -> None:
+    with server.client() as client:
+        for method, path, status in (
+            ("GET", "/v1/nowhere", 404),
+            ("GET", "/", 404),
+            ("GET", "/v1/completions", 405),
+            ("DELETE", "/livez", 405),
+            ("POST", "/v1/models", 405),
+            ("GET", "/livez/", 404),
+        ):
+            answer = client.request(method, path)
+            assert answer.status_code == status, path
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_every_answer_has_an_id_of_ours(server: ServerProcess) -> None:
+    with server.client() as client:
+        answers = [client.get(path, headers={"x-request-id": "mine"}) for path in ("/livez", "/nowhere", "/v1/models")]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 3
+    assert "mine" not in ids
+    assert "server" not in answers[0].headers
+
+
+def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) -> None:
+    with server.client() as client:
+        hostile = {"x-request-id": "evil\tid"}
+        body = {"model": "scripted", "prompt": "a secret prompt", "max_tokens": 3, "ignore_eos": True}
+        own = client.post("/v1/completions?secret=1", json=body, headers={"x-request-id": "client-7"})
+        other = client.post("/v1/secret", json=body, headers=hostile)
+    assert own.status_code == 200
+    lines = server.stderr.splitlines()
+    (line,) = [line for line in lines if f"id={own.headers['x-request-id']}" in line]
+    for part in ("route=/v1/completions", "status=200", "completion_tokens=3", "finished=length", "client_id=client-7"):
+        assert part in line
+    (line,) = [line for line in lines if f"id={other.headers['x-request-id']}" in line]
+    assert "route=unknown" in line
+    assert "secret" not in server.stderr
+    assert "evil" not in server.stderr
