@@ -12,9 +12,13 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING, NoReturn
 
 from runner.config import RunnerConfig
 from runner.default_model import DefaultModelError
+
+if TYPE_CHECKING:
+    from runner.endpoint import Endpoint
 
 EXIT_ENGINE_DIED = 1
 EXIT_BAD_CONFIGURATION = 3
@@ -56,10 +60,7 @@ def main() -> None:
         _exit(endpoint, EXIT_ENGINE_DIED)
 
 
-def _exit(endpoint: object, status: int) -> None:
-    from runner.endpoint import Endpoint
-
-    assert isinstance(endpoint, Endpoint)
+def _exit(endpoint: Endpoint, status: int) -> NoReturn:
     endpoint.close()
     sys.stderr.flush()
     # Threads of torch and CUDA need not be waited for, and after a device fault can't be.

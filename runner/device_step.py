@@ -150,12 +150,14 @@ class DeviceStep:
         return asks, edits
 
     def _edit(self, entry: int, values: dict[int, float]) -> LogitEdits:
-        device = self.model.device
-        return LogitEdits(
-            entry,
-            torch.tensor(list(values), dtype=torch.int64, device=device),
-            torch.tensor(list(values.values()), dtype=torch.float32, device=device),
-        )
+        token_ids = self._to_device(torch.tensor(list(values), dtype=torch.int64))
+        return LogitEdits(entry, token_ids, self._to_device(torch.tensor(list(values.values()), dtype=torch.float32)))
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        """A small tensor of its own, copied without waiting for the device."""
+        if self.model.device.type != "cuda":
+            return host
+        return host.pin_memory().to(self.model.device, non_blocking=True)
 
     # --- on the device ----------------------------------------------------------------------------------------------
 
@@ -187,8 +189,8 @@ class DeviceStep:
         if launched.logprob_entries:
             asking = launched.logprob_entries
             top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
-            index = torch.tensor(asking, device=tokens.device)
-            launched.logprobs = _to_host(logprobs_of(raw[index], tokens[index], top))
+            index = self._to_device(torch.tensor(asking))
+            launched.logprobs = _logprobs_to_host(logprobs_of(raw[index], tokens[index], top))
 
     def _admit(self, admissions: list[Admission]) -> None:
         """Writes what the upload says of newly admitted sequences into their slots."""
@@ -199,8 +201,8 @@ class DeviceStep:
             slot = header[:1].long()
             self.slots.length[slot], self.slots.computed[slot] = header[1:2], header[2:3]
             self.slots.prompt_len[slot] = header[3:4]
-            self.sampling.floats[slot] = header[None, 4:10].view(torch.float32)
-            self.sampling.ints[slot] = header[None, 10:14]
+            self.sampling.floats[:, slot] = header[4:10, None].view(torch.float32)
+            self.sampling.ints[:, slot] = header[10:14, None]
             self.slots.token_ids[slot, :known] = self.upload[None, at : at + known]
             at += known
             blocks = len(admission.blocks)
@@ -244,7 +246,7 @@ class DeviceStep:
                 logits = self.model.logits(hidden[score.first_row + first : score.first_row + last])
                 parts.append(logprobs_of(logits, targets[first:last].clamp(min=0), score.top))
             joined = Logprobs(*(torch.cat([getattr(p, f) for p in parts]) for f in Logprobs.__dataclass_fields__))
-            launched.prompt_logprobs.append((score, targets.to("cpu"), _to_host(joined)))
+            launched.prompt_logprobs.append((score, _to_host(targets), _logprobs_to_host(joined)))
 
     def _check_mask(self, step: Step) -> None:
         expected = torch.ones(step.num_rows, dtype=torch.bool)
@@ -262,9 +264,11 @@ class _Never:
 _NEVER = _Never()
 
 
-def _to_host(logprobs: Logprobs) -> Logprobs:
-    def copy(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor, non_blocking=True)
+def _to_host(tensor: Tensor) -> Tensor:
+    """Readable once the step is done."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
 
-    return Logprobs(*(copy(getattr(logprobs, name)) for name in Logprobs.__dataclass_fields__))
+
+def _logprobs_to_host(logprobs: Logprobs) -> Logprobs:
+    return Logprobs(*(_to_host(getattr(logprobs, name)) for name in Logprobs.__dataclass_fields__))

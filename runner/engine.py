@@ -12,19 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import AutoConfig
 
-from runner.attention.backend import AttentionBackend, AttentionBatch
+from runner.attention.backend import AttentionBackend
 from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.kv_cache import KVCache
-from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
-from runner.messages import End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
+from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
+from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
 from runner.model import Model, load_model
 from runner.sampler import Logprobs
 from runner.scheduler import Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
+from runner.trial import check_and_measure, make_backend
 
 Emit = Callable[[int, StepOutput], None]
 """(worker, what a step produced for it)"""
@@ -85,8 +87,6 @@ class Engine:
         Raises:
             UnsupportedModel, BadConfiguration, DefaultModelError: fit for the operator.
         """
-        from transformers import AutoConfig
-
         device = choose_device(config)
         path = config.model if config.model is not None else str(default_model_path(progress))
         progress(f"loading {path}")
@@ -173,6 +173,29 @@ class Engine:
                 outputs[worker] = StepOutput([], [], [])
             return outputs[worker]
 
+        self._add_started(step, output)
+        self._add_prompt_logprobs(launched, output)
+        tokens = launched.tokens[: step.num_entries].numpy().copy()
+        entries, ended = self.scheduler.retire(step, tokens)
+        self._count(step, len(entries))
+        logprobs = self._logprobs_by_entry(launched)
+        for entry, token in zip(entries.tolist(), tokens[entries].tolist(), strict=True):
+            sequence = step.sequences[entry]
+            out = output(sequence)
+            out.requests.append(sequence.request.key[1])
+            out.choices.append(sequence.choice)
+            out.tokens.append(token)
+            if logprobs:
+                out.logprobs.append(logprobs.get(entry))
+        for end in ended:
+            request = end.sequence.request
+            output(end.sequence).ends.append(End(request.key[1], end.sequence.choice, end.reason, end.stop_token))
+            self._release_rows(request)
+        for worker, message in outputs.items():
+            self._emit(worker, message)
+
+    @staticmethod
+    def _add_started(step: Step, output: Callable[[Sequence], StepOutput]) -> None:
         now = time.monotonic()
         for admission in step.admissions:
             sequence = admission.sequence
@@ -181,33 +204,16 @@ class Engine:
                 request = sequence.request
                 cached = min(admission.computed, request.prompt_len)
                 output(sequence).started.append(Started(request.key[1], sequence.choice, cached, now - request.arrived))
-        for score, targets, logprobs in launched.prompt_logprobs:
-            sequence = step.sequences[score.entry]
-            if not sequence.ended:
-                tokens = targets.tolist()
-                entries = tuple(None if t < 0 else e for t, e in zip(tokens, _token_logprobs(tokens, logprobs, score.top), strict=True))  # fmt: skip
-                output(sequence).prompt_logprobs.append(
-                    PromptLogprobs(sequence.request.key[1], score.start, entries)
-                )
 
-        tokens = launched.tokens[: step.num_entries].numpy().copy()
-        entries, ended = self.scheduler.retire(step, tokens)
-        self._count(step, len(entries))
-        logprobs_by_entry = self._logprobs_by_entry(launched)
-        for entry, token in zip(entries.tolist(), tokens[entries].tolist(), strict=True):
-            sequence = step.sequences[entry]
-            out = output(sequence)
-            out.requests.append(sequence.request.key[1])
-            out.choices.append(sequence.choice)
-            out.tokens.append(token)
-            if logprobs_by_entry:
-                out.logprobs.append(logprobs_by_entry.get(entry))
-        for end in ended:
-            request = end.sequence.request
-            output(end.sequence).ends.append(End(request.key[1], end.sequence.choice, end.reason, end.stop_token))
-            self._release_rows(request)
-        for worker, message in outputs.items():
-            self._emit(worker, message)
+    @staticmethod
+    def _add_prompt_logprobs(launched: Launched, output: Callable[[Sequence], StepOutput]) -> None:
+        for score, targets, logprobs in launched.prompt_logprobs:
+            sequence = launched.step.sequences[score.entry]
+            if not sequence.ended:
+                ids: list[int] = targets.tolist()
+                rows = zip(ids, _token_logprobs(ids, logprobs, score.top), strict=True)
+                entries = tuple(None if token == EMBEDDING_ID else row for token, row in rows)
+                output(sequence).prompt_logprobs.append(PromptLogprobs(sequence.request.key[1], score.start, entries))
 
     def _count(self, step: Step, sampled: int) -> None:
         self._counters.steps += 1
@@ -224,7 +230,9 @@ class Engine:
         result = {}
         for entry, row in zip(entries, _token_logprobs(tokens, launched.logprobs, None), strict=True):
             top = launched.step.sequences[entry].request.sampling.logprobs or 0
-            result[entry] = TokenLogprobs(row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top])
+            result[entry] = TokenLogprobs(
+                row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top]
+            )
         return result
 
 
@@ -238,75 +246,3 @@ def _token_logprobs(tokens: list[int], logprobs: Logprobs, top: int | None) -> l
         strict=True,
     )
     return [TokenLogprobs(t, lp, rank, tuple(ids), tuple(values)) for t, lp, rank, ids, values in rows]
-
-
-def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
-    name = config.attention_backend
-    if name == "auto":
-        name = "triton" if model.device.type == "cuda" else "sdpa"
-    if name == "triton":
-        if model.device.type != "cuda":
-            raise BadConfiguration("--attention-backend triton needs a CUDA device")
-        from runner.attention.triton_attention import TritonAttention
-
-        return TritonAttention()
-    from runner.attention.sdpa import SdpaAttention
-
-    return SdpaAttention()
-
-
-def check_and_measure(model: Model, hf: object, backend: AttentionBackend, limits: Limits, block_size: int) -> int:
-    """Checks the model's head on a few rows and, on CUDA, returns the bytes that the largest step takes beyond weights
-    and cache."""
-    import torch
-    from transformers import PreTrainedModel
-
-    assert isinstance(hf, PreTrainedModel)
-    cuda = model.device.type == "cuda"
-    rows = 8
-    model.check_head(hf, trial_batch(model, backend, rows, block_size))
-    if not cuda:
-        return 0
-    rows = limits.max_num_batched_tokens
-    torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device)
-    with torch.inference_mode():
-        batch = trial_batch(model, backend, rows, block_size)
-        hidden = model.forward(model.embed(torch.zeros(rows, dtype=torch.int64, device=model.device)), batch.positions, batch)  # fmt: skip
-        # Raw logits, a filtered copy and the sampler's temporaries.
-        logits = model.logits(hidden[: limits.max_num_seqs])
-        peak = torch.cuda.max_memory_allocated(model.device) - before
-        peak = max(peak, 6 * logits.nbytes)
-    del batch, hidden, logits
-    torch.cuda.empty_cache()
-    state = limits.max_num_seqs * limits.max_model_len * 4 + 2 * rows * model.hidden_size * model.dtype.itemsize
-    return int(peak * 1.1) + state + (512 << 20)
-
-
-def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: int) -> AttentionBatch:
-    """One sequence of `rows` rows, all in one prefill, over a cache of its own."""
-    import torch
-
-    blocks = -(-rows // block_size)
-    cache = KVCache(model.kv_shapes, blocks + 1, block_size, model.dtype, model.device)
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=model.device)
-
-    positions = torch.arange(rows, device=model.device)
-    return AttentionBatch(
-        backend=backend,
-        key_caches=cache.keys,
-        value_caches=cache.values,
-        block_table=torch.arange(1, blocks + 1, dtype=torch.int32, device=model.device)[None],
-        entry_slots=ints(0, 0),
-        entry_starts=ints(0, rows),
-        seq_lens=ints(rows),
-        positions=positions,
-        cache_index=positions + block_size,
-        num_entries=1,
-        num_decodes=0,
-        max_seq_len=rows,
-        host_starts=[0, rows],
-        host_seq_lens=[rows],
-    )

@@ -35,15 +35,12 @@ def choose_device(config: RunnerConfig) -> torch.device:
 
 
 def choose_dtype(config: RunnerConfig, hf_config: PretrainedConfig) -> torch.dtype:
-    """"auto" is the checkpoint's own dtype, but bfloat16 for a float32 checkpoint on CUDA."""
+    """ "auto" is the checkpoint's own dtype, but bfloat16 for a float32 checkpoint on CUDA."""
     if config.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-    dtype = getattr(hf_config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype: torch.dtype = getattr(hf_config, "dtype", None) or torch.float32
     if dtype == torch.float32 and choose_device(config).type == "cuda":
         return torch.bfloat16
-    assert isinstance(dtype, torch.dtype)
     return dtype
 
 

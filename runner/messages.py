@@ -183,8 +183,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt positions start, start + 1, …; None where the row is an embedding. Every position from 1 on is sent exactly
-    once, in order."""
+    """Prompt positions start, start + 1, …; None where the row is an embedding. Every position from 1 on is sent
+    exactly once, in order."""
 
     request: int
     start: int

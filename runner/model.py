@@ -6,7 +6,7 @@ or its rope can't be driven this way; it is never run wrong.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ class Model:
         self._backbone: nn.Module = hf.base_model
         self._head = _Head(hf)
         self._embedding: nn.Module = hf.get_input_embeddings()
-        weight = self._embedding.weight
-        assert isinstance(weight, Tensor)
+        weight = cast(Tensor, self._embedding.weight)
         self.vocab_size, self.hidden_size = weight.shape
         self.embedding_table = weight.data if type(self._embedding) is nn.Embedding else None
         self.dtype, self.device = weight.dtype, weight.device
@@ -50,14 +49,16 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden] rows, as the model's own embedding makes them (scaling included)."""
-        return self._embedding(token_ids.long())
+        rows: Tensor = self._embedding(token_ids.long())
+        return rows
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """[T, hidden] input rows and [T] int64 positions to [T, hidden] last hidden states."""
         out = self._backbone(
             inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, attention_batch=batch
         )
-        return out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] to [N, vocab] float32, with the model's own logit scale and cap."""
@@ -103,7 +104,9 @@ class _Head:
         return logits
 
 
-def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype) -> tuple[Model, PreTrainedModel]:
+def load_model(
+    config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype
+) -> tuple[Model, PreTrainedModel]:
     """Loads (or, with load_format "dummy", makes) the model and returns it with the transformers module behind it.
 
     Raises:
@@ -129,7 +132,9 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
     return Model(hf, path), hf
 
 
-def _dummy(hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]) -> PreTrainedModel:
+def _dummy(
+    hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]
+) -> PreTrainedModel:
     """Random weights, made on the device: for measuring, where only shapes matter."""
     torch.manual_seed(config.seed)
     hf_config.dtype = options["dtype"]
@@ -137,9 +142,7 @@ def _dummy(hf_config: PretrainedConfig, config: RunnerConfig, device: torch.devi
     torch.set_default_dtype(options["dtype"])
     try:
         with torch.device(device):
-            hf = AutoModelForCausalLM.from_config(
-                hf_config, trust_remote_code=config.trust_remote_code, **options
-            )
+            hf = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code, **options)
     finally:
         torch.set_default_dtype(before)
     hf.generation_config = GenerationConfig.from_model_config(hf_config)

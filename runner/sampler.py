@@ -25,7 +25,8 @@ INT_FIELDS = ("top_k", "choice", "seed_low", "seed_high")
 
 @dataclass
 class SamplingState:
-    """Sampling parameters by slot, on the device. `floats` [S, 6] float32 and `ints` [S, 4] int32, columns as named."""
+    """Sampling parameters by slot, on the device. `floats` [6, S] float32 and `ints` [4, S] int32, a row
+    a field (as named above), so that a gathered field is contiguous."""
 
     floats: Tensor
     ints: Tensor
@@ -33,8 +34,8 @@ class SamplingState:
     @staticmethod
     def allocate(num_slots: int, device: torch.device) -> SamplingState:
         return SamplingState(
-            torch.zeros(num_slots, len(FLOAT_FIELDS), device=device),
-            torch.zeros(num_slots, len(INT_FIELDS), dtype=torch.int32, device=device),
+            torch.zeros(len(FLOAT_FIELDS), num_slots, device=device),
+            torch.zeros(len(INT_FIELDS), num_slots, dtype=torch.int32, device=device),
         )
 
 
@@ -86,8 +87,8 @@ def sample(logits: Tensor, slot: Tensor, slots: SlotState, sampling: SamplingSta
     Returns:
         [E] int64, device.
     """
-    temperature, top_p, min_p, presence, frequency, repetition = sampling.floats[slot].unbind(1)
-    top_k, choice, seed_low, seed_high = sampling.ints[slot].unbind(1)
+    temperature, top_p, min_p, presence, frequency, repetition = sampling.floats[:, slot].unbind(0)
+    top_k, choice, seed_low, seed_high = sampling.ints[:, slot].unbind(0)
     if asks.penalties:
         logits = apply_penalties(logits, slot, slots, max_len, presence, frequency, repetition)
     for edit in edits:

@@ -73,7 +73,9 @@ class Scheduler:
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
                  max_num_batched_tokens: int, max_admitted_rows: int) -> None:  # fmt: skip
         if max_num_batched_tokens < num_slots:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs: every sequence decodes in every step")
+            raise ValueError(
+                "every sequence decodes in every step: max_num_batched_tokens is too small for max_num_seqs"
+            )
         self.block_size = block_size
         self.budget = max_num_batched_tokens
         self.max_admitted_rows = max_admitted_rows
@@ -168,7 +170,7 @@ class Scheduler:
             return None
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
-        if request.sampling.prompt_logprobs is None:
+        if not sequence.scores_prompt:
             # The last row is always computed: its logits are what the next token is sampled from.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
             cached = self.pool.acquire(links[: (known - 1) // self.block_size])
@@ -228,7 +230,7 @@ class Scheduler:
         for position, rows in request.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
         top = request.sampling.prompt_logprobs
-        if top is not None:
+        if top is not None and sequence.scores_prompt:
             # Row p predicts position p + 1. After a preemption, rows that were scored before are not scored again.
             score_start = max(start + 1, sequence.prompt_logprobs_sent)
             score_end = min(end + 1, request.prompt_len)
@@ -298,7 +300,8 @@ class Scheduler:
             for block in range(int(table.published[slot]), int(complete[i])):
                 self.pool.publish(int(table.blocks[slot, block]), links[block])
             table.published[slot] = complete[i]
-        for i in np.nonzero((computed >= table.prompt_len[slots]) & (step.positions[entries] == table.prompt_len[slots]))[0].tolist():  # fmt: skip
+        first_tokens = step.samples[entries] & (step.positions[entries] == table.prompt_len[slots])
+        for i in np.nonzero(first_tokens)[0].tolist():
             self._free_siblings(step.sequences[entries[i]])
 
     def _free_siblings(self, sequence: Sequence) -> None:

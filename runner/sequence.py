@@ -73,11 +73,12 @@ class Request:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
         covered = 0
         for span, frame in zip(spans, frames[2:], strict=True):
-            if span.length < 1 or span.start < covered or not embedding[span.start : span.start + span.length].all():
+            end = span.start + span.length
+            if not covered <= span.start < end <= prompt_len or not embedding[span.start : end].all():
                 raise InvalidRequest("spans must be ordered and cover the embedding rows")
             if frame.nbytes != span.length * row_size:
                 raise InvalidRequest(f"an embedding row has {row_size} bytes")
-            covered = span.start + span.length
+            covered = end
         num_embeddings = int(embedding.sum())
         if num_embeddings != sum(span.length for span in spans) or frames[1].nbytes != num_embeddings * DIGEST_BYTES:
             raise InvalidRequest("spans and digests must match the embedding rows")
@@ -125,6 +126,11 @@ class Sequence:
     """Prompt positions below this one need no log-probability (any more)."""
     waits_for: Sequence | None = None
     """The sibling that computes the prompt's blocks, until it has."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes the prompt's log-probabilities: one choice does for all, and reads no cached prefix."""
+        return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
 
     @property
     def limit(self) -> int:

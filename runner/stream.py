@@ -28,24 +28,22 @@ class Stream(Protocol):
 
 
 class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
 
     def wait(self) -> None:
         self._event.synchronize()
 
 
 class CudaStream:
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    """The thread's current stream, so that whatever else the engine puts on the device is in the same order."""
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream):
-            work()
+        work()
 
     def record(self) -> Event:
-        return _CudaEvent(self._stream)
+        return _CudaEvent()
 
 
 class DeferredStream:
@@ -77,4 +75,4 @@ class _DeferredEvent:
 
 
 def make_stream(device: torch.device) -> Stream:
-    return CudaStream(device) if device.type == "cuda" else DeferredStream()
+    return CudaStream() if device.type == "cuda" else DeferredStream()

@@ -66,7 +66,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], chat_template=self._override, tokenize=False, **arguments
+                list(messages), chat_template=self._override, tokenize=False, **arguments
             )
         except jinja2.TemplateError as error:
             # What a template says with `raise_exception` is meant for whoever wrote the messages.

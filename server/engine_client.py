@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _HELLO_SECONDS = 0.2
 _TICK_SECONDS = 0.5
+_SEND_QUEUE = 1 << 16
+"""Messages; far more than one HTTP request's prompts, which are sent without a pause."""
 _MESSAGES_PER_CALLBACK = 64
 """After so many the loop gets a turn, however fast the runner is."""
 
@@ -102,6 +104,7 @@ class EngineClient:
         self._from_runner.bind(address)
         # No queue before there is a connection: a request must not wait in it for a runner that never comes.
         self._to_runner.setsockopt(zmq.IMMEDIATE, 1)
+        self._to_runner.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self._to_runner.setsockopt(zmq.RECONNECT_IVL, 20)
         self._to_runner.setsockopt(zmq.LINGER, 0)
         self._to_runner.connect(self.runner_address)
@@ -270,8 +273,9 @@ class EngineClient:
             self._ready.set()
         elif isinstance(message, Loading):
             self._answered = True
-            self.stage = message.stage
-            logger.info("loading: %s", message.stage)
+            if message.stage != self.stage:  # Each greeting is answered.
+                self.stage = message.stage
+                logger.info("loading: %s", message.stage)
         else:
             self._on_failed(message)
 

@@ -32,7 +32,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
         super().data_received(data)
-        # All of it was head, and is inside the parser now. (The data in which a head begins may be a body for the rest.)
+        # All of it was head, and is inside the parser now. (Data in which a head begins may be a body for the rest.)
         if was_in_head and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:

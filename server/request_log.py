@@ -63,9 +63,9 @@ class RequestLog:
     def _finish(self, scope: Scope, context: RequestContext) -> None:
         if not context.complete:
             context.status = CLIENT_CLOSED_REQUEST
-        self._metrics.count_response(context.status)
         if scope["path"] in OPERATOR_PATHS and context.status in (200, 503):
-            return  # Probes and scrapes come every few seconds and say nothing new.
+            return  # Probes and scrapes come every few seconds and would drown the rest.
+        self._metrics.count_response(context.status)
         fields = [
             f"id={context.id}",
             f"route={getattr(scope.get('route'), 'path', 'unknown')}",

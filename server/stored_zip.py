@@ -42,7 +42,7 @@ def read_stored_zip(payload: memoryview) -> dict[bytes, memoryview]:
         signature, _, _, flags, method, _, _, _, packed, size, name_length, extra, comment, disk, _, _, offset = fields
         name = bytes(directory[at + _ENTRY.size : at + _ENTRY.size + name_length])
         at += _ENTRY.size + name_length + extra + comment
-        if signature != b"PK\x01\x02" or at > len(directory) or disk != 0:
+        if signature != b"PK\x01\x02" or disk != 0:
             raise EmbeddingError(_DAMAGED)
         if method != _STORED:
             raise EmbeddingError("the zip file's members are compressed: send it as torch.save writes it, uncompressed")

@@ -232,7 +232,7 @@ class _Walk:
         if name in _NAMES:
             return _NAMES[name]
         # Not the others' names: what a client's pickle asks for is content.
-        if "sparse" in name or "_get_layout" in name:
+        if name.startswith("torch._utils _rebuild_sparse"):
             raise EmbeddingError(_SPARSE)
         # _rebuild_tensor_v3 is for dtypes that have no storage type of their own.
         if name.endswith("Storage") or name == "torch._utils _rebuild_tensor_v3":

@@ -17,6 +17,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tiny models gain nothing from a second thread, and OpenMP's threads spin at their barriers: where several processes
+# share two cores, a run of half a second takes a minute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from runner.kernels.cache_write import write_kv
+
 IMPLEMENTATION = "intarsia"
 """The name under which transformers knows `attend`. No mask function is registered under it: transformers then builds
 no mask at all, where a registered one would look for packed sequences with a device sync in every forward."""
@@ -63,17 +65,26 @@ class AttentionBatch:
     host_seq_lens: list[int]
 
 
-def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-           softcap: float | None = None, *, attention_batch: AttentionBatch, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    attention_batch: AttentionBatch,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """`AttentionInterface` entry: query [1, num_heads, T, head_dim], key and value [1, num_kv_heads, T, head_dim];
     returns [1, T, num_heads, head_dim]."""
     batch = attention_batch
     layer: int = module.layer_idx  # type: ignore[assignment]
     key_cache, value_cache = batch.key_caches[layer], batch.value_caches[layer]
-    heads = key.shape[1]
-    key_cache.view(-1, heads, key.shape[3])[batch.cache_index] = key[0].transpose(0, 1)
-    value_cache.view(-1, heads, value.shape[3])[batch.cache_index] = value[0].transpose(0, 1)
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, batch.cache_index)
     rows = query[0].transpose(0, 1)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = batch.backend.attend(rows, key_cache, value_cache, batch, scale=scale, window=sliding_window, softcap=softcap)

@@ -24,7 +24,8 @@ class SdpaAttention:
             value = _rows(value_cache, batch, slice(entry, entry + 1), length)
             seen = torch.arange(length, device=query.device)
             mask = _visible(batch.positions[start:end, None], seen, window)
-            out[start:end] = _attention(query[start:end].transpose(0, 1)[None], key, value, mask, scale, softcap)[0].transpose(0, 1)  # fmt: skip
+            rows = query[start:end].transpose(0, 1)[None]
+            out[start:end] = _attention(rows, key, value, mask, scale, softcap)[0].transpose(0, 1)
         return out
 
     @staticmethod
@@ -36,7 +37,7 @@ class SdpaAttention:
         value = _rows(value_cache, batch, slice(0, n), length)
         kv_heads = key.shape[1]
         # The query heads that share a KV head become the rows of one attention: no key is repeated in memory.
-        grouped = query[:n].unflatten(1, (kv_heads, -1))
+        grouped = query[:n].view(n, kv_heads, -1, query.shape[2])
         mask = _visible(batch.positions[:n, None], torch.arange(length, device=query.device), window)
         return _attention(grouped, key, value, mask[:, None, None], scale, softcap).flatten(1, 2)
 
@@ -61,7 +62,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     The query's heads are a multiple of the key's. The values of rows that nobody sees may be anything finite.
     """
     if softcap is None:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scale / softcap)

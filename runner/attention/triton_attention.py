@@ -64,18 +64,18 @@ class TritonAttention:
 def _decode_tiles(query: Tensor) -> Tiles:
     # Two to three stages of keys and values in flight, and room for two programs on a multiprocessor.
     if query.dtype == torch.float32:
-        return Tiles(16, 32, num_warps=4, num_stages=2)
+        return Tiles(16, 16, num_warps=4, num_stages=2)
     return Tiles(16, 32 if query.shape[2] > 128 else 64, num_warps=4, num_stages=3)
 
 
 def _prefill_tiles(query: Tensor, group: int, num_entries: int) -> Tiles:
     if query.dtype == torch.float32:
-        return Tiles(16, 32, num_warps=4, num_stages=1)
+        return Tiles(16, 16, num_warps=4, num_stages=1)  # no tensor cores: larger ones spill registers
     rows, _, head_dim = query.shape
     # A chunk of few rows would leave most of a tall tile empty.
     block_m = 64 if rows * group <= 64 * num_entries else 128
     if head_dim > 128:
-        return Tiles(block_m, 32, num_warps=8 if block_m == 128 else 4, num_stages=2)
+        return Tiles(block_m, 32, num_warps=8, num_stages=2)
     return Tiles(block_m, 64, num_warps=8 if block_m == 128 else 4, num_stages=3)
 
 
@@ -94,15 +94,18 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     since what lies there may be anything (a NaN would survive a weight of zero).
     """
     dim = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
+    # Blocks are looked up one tile ahead: an address that waits for a load would cost the pipeline a stage.
+    ahead = tile_from + lane
+    next_block = tl.load(table + ahead // PAGE, mask=(ahead >= visible_from) & (ahead < tile_to), other=0)
     for tile in range(tile_from, tile_to, BLOCK_N):
-        seen = tile + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = (seen >= visible_from) & (seen < visible_to)
-            block = tl.load(table + seen // PAGE, mask=inside, other=0)
-        else:
-            block = tl.load(table + seen // PAGE)
+        seen = tile + lane
+        block = next_block
+        ahead = seen + BLOCK_N
+        next_block = tl.load(table + ahead // PAGE, mask=ahead < tile_to, other=0)
         offsets = (block.to(tl.int64) * block_stride + (seen % PAGE) * row_stride)[:, None] + dim[None, :]
         if MASKED:
+            inside = (seen >= visible_from) & (seen < visible_to)
             mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
             key = tl.load(keys + offsets, mask=mask, other=0.0)
             value = tl.load(values + offsets, mask=mask, other=0.0)
@@ -140,30 +143,29 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _split(  # type: ignore[no-untyped-def]
-    seq_len, window, HAS_WINDOW: tl.constexpr, FILL: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    seq_len, window, fill, max_splits, HAS_WINDOW: tl.constexpr, LONG: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """How a decode's KV rows are split: the first row, the rows of a split, the number of splits in use.
 
-    FILL splits keep the device busy; more, up to SPLITS, are used only to keep each below LONG rows.
+    `fill` splits keep the device busy; more, up to `max_splits`, are used only to keep each below LONG rows.
     """
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
     span = seq_len - first
-    size = tl.maximum(tl.minimum(tl.cdiv(span, FILL), LONG), tl.cdiv(span, SPLITS))
+    size = tl.maximum(tl.minimum(tl.cdiv(span, fill), LONG), tl.cdiv(span, max_splits))
     size = tl.maximum(tl.cdiv(size, BLOCK_N), 1) * BLOCK_N
     return first, size, tl.cdiv(span, size)
 
 
-@triton.jit(do_not_specialize=["num_decodes", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_decodes", "window", "fill", "max_splits"])  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, query_row_stride, query_head_stride, query_dim_stride,
     key_cache, value_cache, block_stride, row_stride, head_stride,
     block_table, block_table_stride, entry_slots, entry_starts, seq_lens,
     out, partial_total, partial_max, partial_sum,
-    scale, window, softcap, num_decodes,
-    PURE: tl.constexpr, FILL: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, GROUP: tl.constexpr,
+    scale, window, softcap, num_decodes, fill, max_splits,
+    PURE: tl.constexpr, LONG: tl.constexpr, GROUP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,8 +177,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(entry_starts + entry)
         if tl.load(entry_starts + entry + 1) - row != 1:
             return
-    first, size, splits = _split(seq_len, window, HAS_WINDOW, FILL, SPLITS, LONG, BLOCK_N)
-    if SPLITS > 1 and split >= tl.maximum(splits, 1):
+    first, size, splits = _split(seq_len, window, fill, max_splits, HAS_WINDOW, LONG, BLOCK_N)
+    if split >= tl.maximum(splits, 1):
         return
 
     slot = tl.load(entry_slots + entry, mask=entry < num_decodes, other=0).to(tl.int64)
@@ -204,23 +206,23 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
     heads = tl.num_programs(0) * GROUP
-    if SPLITS > 1 and splits > 1:
-        index = (entry * heads + query_head) * SPLITS + split
+    if splits > 1:
+        index = (entry * heads + query_head) * max_splits + split
         tl.store(partial_max + index, row_max, mask=m < GROUP)
         tl.store(partial_sum + index, row_sum, mask=m < GROUP)
         tl.store(partial_total + index.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], total, mask=here)
     else:
         # A row of padding has seen nothing: 0 / 1.
         result = total / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-        index = row.to(tl.int64) * heads + query_head
-        tl.store(out + index[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=here)
+        target = row.to(tl.int64) * heads + query_head
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["num_decodes", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_decodes", "window", "fill", "max_splits"])  # type: ignore[untyped-decorator]
 def _reduce_kernel(  # type: ignore[no-untyped-def]
-    partial_total, partial_max, partial_sum, entry_starts, seq_lens, out, window, num_decodes,
-    PURE: tl.constexpr, FILL: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_total, partial_max, partial_sum, entry_starts, seq_lens, out, window, num_decodes, fill, max_splits,
+    PURE: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i) merges what `_decode_kernel` left of query head h of entry i."""
     head, entry = tl.program_id(0), tl.program_id(1)
@@ -230,13 +232,13 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(entry_starts + entry)
         if tl.load(entry_starts + entry + 1) - row != 1:
             return
-    _, _, splits = _split(seq_len, window, HAS_WINDOW, FILL, SPLITS, LONG, BLOCK_N)
+    _, _, splits = _split(seq_len, window, fill, max_splits, HAS_WINDOW, LONG, BLOCK_N)
     if splits <= 1:
         return  # the row was written at once
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
     used = split < splits
-    index = (entry * tl.num_programs(0) + head) * SPLITS + split
+    index = (entry * tl.num_programs(0) + head) * max_splits + split
     maxima = tl.load(partial_max + index, mask=used, other=float("-inf"))
     weights = tl.exp2(maxima - tl.max(maxima, 0))
     sums = tl.load(partial_sum + index, mask=used, other=0.0)
@@ -262,31 +264,37 @@ def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attent
     partial_total = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
     partial_max = torch.empty(shape, dtype=torch.float32, device=query.device)
     partial_sum = torch.empty(shape, dtype=torch.float32, device=query.device)
+    # Constants of the model alone: what changes from step to step must not compile a kernel anew.
     common = {
-        "PURE": pure, "FILL": fill, "SPLITS": splits, "LONG": _LONG_SPLIT, "HAS_WINDOW": window is not None,
-        "HEAD_DIM": head_dim, "BLOCK_N": tiles.block_n, "BLOCK_D": triton.next_power_of_2(head_dim),
+        "PURE": pure, "LONG": _LONG_SPLIT, "HAS_WINDOW": window is not None, "HEAD_DIM": head_dim,
+        "BLOCK_N": tiles.block_n, "BLOCK_D": _power_of_2(head_dim),
     }  # fmt: skip
     _decode_kernel[(kv_heads, entries, splits)](
         query, *query.stride(), key_cache, value_cache, *key_cache.stride()[:3],
         batch.block_table, batch.block_table.stride(0), batch.entry_slots, batch.entry_starts, batch.seq_lens,
-        out, partial_total, partial_max, partial_sum, scale, window or 0, softcap or 0.0, batch.num_decodes,
+        out, partial_total, partial_max, partial_sum, float(scale), window or 0, softcap or 0.0,
+        batch.num_decodes, fill, splits,
         GROUP=group, HAS_SOFTCAP=softcap is not None, PAGE=key_cache.shape[1],
-        BLOCK_M=max(tiles.block_m, triton.next_power_of_2(group)), PRECISION=_precision(query),
+        BLOCK_M=max(tiles.block_m, _power_of_2(group)), PRECISION=_precision(query),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **common,
     )  # fmt: skip
     if splits > 1:
         _reduce_kernel[(heads, entries)](
             partial_total, partial_max, partial_sum, batch.entry_starts, batch.seq_lens, out, window or 0,
-            batch.num_decodes, **common,
+            batch.num_decodes, fill, splits, BLOCK_S=_MAX_SPLITS, **common,
         )  # fmt: skip
 
 
 def _num_splits(programs: int, max_seq_len: int, block_n: int) -> tuple[int, int]:
-    """(FILL, SPLITS) of `_split`, powers of two, for so many programs before splitting."""
-    fill = min(_MAX_SPLITS, triton.next_power_of_2(_TARGET_PROGRAMS // programs + 1) // 2) or 1
-    useful = triton.next_power_of_2(triton.cdiv(max_seq_len, block_n))
-    long = min(_MAX_LONG_SPLITS, triton.next_power_of_2(triton.cdiv(max_seq_len, _LONG_SPLIT)))
-    return min(fill, useful), max(min(fill, useful), long)
+    """(fill, max_splits) of `_split`, for so many programs before splitting."""
+    fill = 1 << (max(_TARGET_PROGRAMS // programs, 1).bit_length() - 1)
+    fill = min(fill, _MAX_SPLITS, _power_of_2(-(-max_seq_len // block_n)))
+    return fill, max(fill, min(_MAX_LONG_SPLITS, _power_of_2(-(-max_seq_len // _LONG_SPLIT))))
+
+
+def _power_of_2(x: int) -> int:
+    """The smallest that is at least x."""
+    return 1 << max(x - 1, 0).bit_length()
 
 
 def _precision(query: Tensor) -> str:
@@ -388,13 +396,13 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
     num_rows, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_m = max(tiles.block_m, _power_of_2(group))
     max_tiles = (num_rows - 1) // (block_m // group) + batch.num_entries + 1
     _prefill_kernel[(max_tiles, kv_heads)](
         query, *query.stride(), key_cache, value_cache, *key_cache.stride()[:3],
         batch.block_table, batch.block_table.stride(0), batch.entry_slots, batch.entry_starts, batch.positions,
-        out, scale, window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
+        out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
         GROUP=group, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim,
-        PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+        PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
         PRECISION=_precision(query), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

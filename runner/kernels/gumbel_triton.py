@@ -89,6 +89,8 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
 
 def gumbel_argmax_triton(logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
     num_rows, vocab_size = logits.shape
+    if logits.stride(1) != 1 or not all(t.is_contiguous() for t in (temperature, seed, choice, position)):
+        raise ValueError("the kernel reads contiguous rows and parameters")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out

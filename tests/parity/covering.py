@@ -1,7 +1,8 @@
-"""Covering arrays: few scenarios in which nevertheless every two settings meet.
+"""Covering arrays: few scenarios in which nevertheless every few settings meet.
 
-Most faults of an engine need two conditions at once (a preemption *and* overlap, embeddings *and* a chunk boundary);
-a set that contains every pair of settings catches those at a fraction of the whole product.
+Most faults of an engine need two or three conditions at once (a preemption *and* overlap, embeddings *and* a chunk
+boundary *and* a warm cache); a set that contains every such combination catches them at a fraction of the whole
+product.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 
 Row = dict[str, Hashable]
+Combination = frozenset[tuple[str, Hashable]]
 
 
 def all_rows(axes: Mapping[str, Sequence[Hashable]]) -> list[Row]:
@@ -18,19 +20,22 @@ def all_rows(axes: Mapping[str, Sequence[Hashable]]) -> list[Row]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def pairs_of(row: Row) -> set[frozenset[tuple[str, Hashable]]]:
-    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+def combinations_of(row: Row, strength: int) -> set[Combination]:
+    return {frozenset(combination) for combination in itertools.combinations(row.items(), strength)}
 
 
-def pairwise(axes: Mapping[str, Sequence[Hashable]], seed: int = 0) -> list[Row]:
-    """Rows of the product in which every pair of values of two axes occurs. Greedy: each row is the one that adds most
-    pairs; `seed` decides between equals."""
+def covering(axes: Mapping[str, Sequence[Hashable]], strength: int, seed: int = 0) -> list[Row]:
+    """Rows of the product in which every combination of values of any `strength` axes occurs.
+
+    Greedy: each row is the one that adds most combinations; `seed` decides between equals.
+    """
     rows = all_rows(axes)
     random.Random(seed).shuffle(rows)
-    missing = set().union(*map(pairs_of, rows))
+    of_row = [(row, combinations_of(row, strength)) for row in rows]
+    missing = set().union(*(combinations for _, combinations in of_row))
     chosen: list[Row] = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs_of(row) & missing))
+        best, covered = max(of_row, key=lambda pair: len(pair[1] & missing))
         chosen.append(best)
-        missing -= pairs_of(best)
+        missing -= covered
     return chosen

@@ -49,12 +49,17 @@ class Sample:
 
 @functools.cache
 def sample(path: Path, length: int, seed: int = 0, max_new_tokens: int = 32) -> Sample:
-    """A seeded prompt whose continuation is varied (so that a mistake shows) and nowhere near a tie (so that rounding,
-    which depends on the batch, can't decide a token)."""
+    """A seeded prompt whose continuation is varied, so that a mistake shows, and nowhere near a tie, so that rounding,
+    which depends on the batch, can't decide a token."""
     for attempt in range(50):
-        ids = random_prompt(length, seed + 1000 * length + 1_000_003 * attempt)
-        tokens = hf_generate(path, ids, max_new_tokens)
-        best = hf_logits(path, ids + tokens)[length - 1 : -1].topk(2).values
-        if (best[:, 0] - best[:, 1]).min() > TIE and len(set(tokens)) >= max_new_tokens // 4:
-            return Sample(path, ids, tokens)
+        found = oracle(path, random_prompt(length, seed + 1000 * length + 1_000_003 * attempt), max_new_tokens)
+        if found is not None and len(set(found.tokens)) >= max_new_tokens // 4:
+            return found
     raise AssertionError("no usable prompt in fifty: the model's logits are degenerate")
+
+
+def oracle(path: Path, ids: list[int], max_new_tokens: int = 32) -> Sample | None:
+    """What the model says to this very prompt; None where a near tie makes that a matter of rounding."""
+    tokens = hf_generate(path, ids, max_new_tokens)
+    best = hf_logits(path, ids + tokens)[len(ids) - 1 : -1].topk(2).values
+    return Sample(path, ids, tokens) if (best[:, 0] - best[:, 1]).min() > TIE else None

@@ -36,6 +36,7 @@ class Scenario:
     overlap: bool
     """Asynchronous scheduling."""
     chunked: bool
+    """Prompts are computed in chunks, and there are fewer slots than requests."""
     tiny_pool: bool
     """Just the blocks that one request needs at most, so that running ones are preempted all the time."""
     cache: Literal["off", "cold", "warm"]
@@ -71,6 +72,7 @@ def check(scenario: Scenario, shelf: EngineShelf) -> None:
         scenario.family,
         max_model_len=72,
         async_scheduling=scenario.overlap,
+        max_num_seqs=5 if scenario.chunked else 8,
         max_num_batched_tokens=CHUNK if scenario.chunked else 256,
         block_size=4 if scenario.tiny_pool else 16,
         num_blocks=72 // 4 + 1 if scenario.tiny_pool else None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Iterator
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from server import body_limit
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
 from tests.server.harness import ServerProcess
@@ -72,6 +75,111 @@ def test_the_application_cannot_turn_it_into_something_else() -> None:
     exchange = Exchange([b"12345"] * 3, swallow=True)
     assert exchange.status == 413
     assert len(exchange.sent) == 2
+
+
+class Upload:
+    """A request whose body arrives when the test says so, to a limit that it shares with others."""
+
+    def __init__(self, middleware: BodyLimit) -> None:
+        self._chunks: asyncio.Queue[Message] = asyncio.Queue()
+        self._sent: list[Message] = []
+        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        self.task = asyncio.create_task(middleware(scope, self._chunks.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self._sent.append(message)
+
+    async def put(self, size: int, *, more: bool = True) -> None:
+        self._chunks.put_nowait({"type": "http.request", "body": bytes(size), "more_body": more})
+        await asyncio.sleep(0.01)
+
+    async def status(self) -> int:
+        await self.task
+        return int(self._sent[0]["status"])
+
+
+async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive())["more_body"]:
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_all_bodies_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "_SHARED_BYTES", 25)
+
+    async def scenario() -> None:
+        middleware = BodyLimit(read_all, lambda: 10)
+        first, second, third = Upload(middleware), Upload(middleware), Upload(middleware)
+        await first.put(10)
+        await second.put(10)
+        await third.put(6)
+        assert await third.status() == 503  # 26 bytes would be held.
+        await first.put(0, more=False)
+        assert await first.status() == 200
+        fourth = Upload(middleware)
+        await fourth.put(10)  # There is room again: for what was refused, too.
+        await second.put(0, more=False)
+        await fourth.put(0, more=False)
+        assert [await second.status(), await fourth.status()] == [200, 200]
+        assert middleware._held == 0
+
+    asyncio.run(scenario())
+
+
+def test_bodies_are_held_until_the_answer_begins() -> None:
+    async def scenario() -> None:
+        began, go_on = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await go_on.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            began.set()
+            await asyncio.sleep(10)
+
+        middleware = BodyLimit(app, lambda: 10)
+        upload = Upload(middleware)
+        await upload.put(7, more=False)
+        assert middleware._held == 7
+        go_on.set()
+        await began.wait()
+        assert middleware._held == 0
+        upload.task.cancel()
+        await asyncio.gather(upload.task, return_exceptions=True)
+        assert middleware._held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_stops_arriving_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "_IDLE_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        middleware = BodyLimit(read_all, lambda: 10)
+        upload = Upload(middleware)
+        await upload.put(3)
+        assert await upload.status() == 408
+        assert middleware._held == 0
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_disconnect_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "_IDLE_SECONDS", 0.05)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(receive(), 0.2)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def scenario() -> None:
+        upload = Upload(BodyLimit(app, lambda: 10))
+        await upload.put(3, more=False)
+        assert await upload.status() == 200
+
+    asyncio.run(scenario())
 
 
 def test_the_limit_follows_from_the_model() -> None:

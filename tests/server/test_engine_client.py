@@ -456,6 +456,18 @@ def test_aborts_are_kept_until_the_runner_takes_messages_again() -> None:
     play(scenario)
 
 
+def test_thousands_of_prompts_may_be_sent_at_once() -> None:
+    """A request's prompts go out in one go: the socket's queue must not be too short for them."""
+
+    async def scenario(engine: EngineClient, runner: Runner) -> None:
+        tasks = [asyncio.create_task(engine.generate(PROMPT, PARAMS)) for _ in range(5000)]
+        for _ in tasks:
+            await runner.accept()
+        await asyncio.gather(*tasks)
+
+    play(scenario)
+
+
 def test_nothing_is_left_of_ten_thousand_requests() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         async def one(number: int) -> None:

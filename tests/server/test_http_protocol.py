@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 
+from server.http_protocol import LimitedHttpProtocol
+from server.listener import bind
 from tests.server.harness import ServerProcess
 
 
@@ -130,3 +135,24 @@ def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) 
     assert "route=unknown" in line
     assert "secret" not in server.stderr
     assert "evil" not in server.stderr
+
+
+def test_a_connection_that_never_sends_a_request_is_closed() -> None:
+    """uvicorn starts its keep-alive timer after the first answer only."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def scenario() -> None:
+        with bind("127.0.0.1", 0) as listener:
+            config = uvicorn.Config(
+                app, http=LimitedHttpProtocol, lifespan="off", log_config=None, timeout_keep_alive=1
+            )
+            http = uvicorn.Server(config)
+            serving = asyncio.create_task(http._serve([listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+            http.should_exit = True
+            await serving
+
+    asyncio.run(scenario())

@@ -95,6 +95,7 @@ HEADERS = {
     "no comma between": (header().replace(b"False,", b"False"), NOT_PLAIN),
     "open": (header().replace(b"}", b""), NOT_PLAIN),
     "never opened": (header().replace(b"{", b" "), NOT_PLAIN),
+    "opened as a list": (header().replace(b"{", b"["), NOT_PLAIN),
     "something behind": (header() + b"1", NOT_PLAIN),
     "empty": (b"", NOT_PLAIN),
     "braces": (b"{}", NOT_PLAIN),

@@ -217,6 +217,7 @@ LIES = {
     "storage of 2^60": (files.tensor_call(files.storage(numel=2**60)), ANOTHER_SIZE),
     "negative storage": (files.tensor_call(files.storage(numel=-24)), ANOTHER_SIZE),
     "string storage size": (files.tensor_call(files.storage(numel="24")), ANOTHER_SIZE),
+    "storage size a call": (files.tensor_call(files.storage(numel=OrderedDict())), ANOTHER_SIZE),
     "missing storage": (files.tensor_call(files.storage(key="1")), ANOTHER_SIZE),
     "storage elsewhere": (files.tensor_call(files.storage(key="../version")), ANOTHER_SIZE),
     "storage key a number": (files.tensor_call(files.storage(key=0)), NOT_ONE),
@@ -308,6 +309,17 @@ CODES = {
 def test_damaged_and_hostile_pickles_are_refused(name: str) -> None:
     code, match = CODES[name]
     refuse(files.torch_file_of(code), match)
+
+
+@pytest.mark.parametrize(("index", "accepted"), [(255, True), (256, False), (2**31 - 1, False), (2**32 - 1, False)])
+def test_the_memo_is_bounded(index: int, accepted: bool) -> None:
+    code = pickled(files.tensor_call())
+    code = code.replace(b"q\x01", b"r" + struct.pack("<I", index))
+    assert code.count(b"r" + struct.pack("<I", index)) == 1
+    if accepted:
+        assert read(files.torch_file_of(code)).num_rows == 3
+    else:
+        refuse(files.torch_file_of(code), NOT_ONE)
 
 
 def test_a_memo_bomb_costs_nothing() -> None:
@@ -422,6 +434,7 @@ EDITS = {
     "directory behind the end": (END + 16, "I", 0xFFFF_FFFF, DAMAGED),
     "directory into the end": (END + 16, "I", END - 100, DAMAGED),
     "entry's signature": (DIRECTORY, "I", 0, DAMAGED),
+    "local signature": (PLAIN.index(b"PK\x03\x04", 1), "I", 0, DAMAGED),
     "encrypted": (DIRECTORY + 8, "H", 0x0809, DAMAGED),
     "masked": (DIRECTORY + 8, "H", 0x2808, DAMAGED),
     "method deflate": (DIRECTORY + 10, "H", 8, "compressed"),
@@ -451,6 +464,13 @@ def test_damaged_zip_files_are_refused(name: str) -> None:
         payload = files.patched(payload, at, letter, value)
         at += struct.calcsize(letter)
     refuse(payload, match)
+
+
+def test_a_directory_that_reaches_into_the_end_record_is_refused() -> None:
+    payload = files.zip_file(files.members(PLAIN).items())
+    size = int.from_bytes(payload[-10:-6], "little")
+    payload = files.patched(payload, payload.rindex(b"PK\x01\x02") + 32, "H", 22)  # the end record as a comment
+    refuse(files.patched(payload, len(payload) - 10, "I", size + 22), DAMAGED)
 
 
 def test_a_member_that_reaches_into_the_directory_is_refused() -> None:

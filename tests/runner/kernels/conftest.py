@@ -22,10 +22,11 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if INTERPRETED and "triton_device" in getattr(item, "fixturenames", ()):
-            # NumPy warns of what a GPU does silently (overflow to infinity), and of Triton's own use of it.
-            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"))
-            item.add_marker(pytest.mark.timeout(600))
+        if "triton_device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(600))  # the interpreter is slow, and so is the first compilation
+            if INTERPRETED:
+                # NumPy warns of what a GPU does silently (overflow to infinity), and of Triton's own use of it.
+                item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"))
 
 
 @pytest.fixture(scope="session")

@@ -247,29 +247,29 @@ def test_the_number_of_splits() -> None:
     assert splits(2048, 32_768) == (1, 8)  # room for the long ones
 
 
-def test_random_steps(triton_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(5)
+@pytest.mark.parametrize("seed", range(25))
+def test_random_steps(seed: int, triton_device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    for seed in range(25):
-        decodes = tuple((1, draw(0, 150)) for _ in range(draw(0, 4)))
-        chunks = tuple((draw(1, 60), draw(0, 100)) for _ in range(draw(0 if decodes else 1, 3)))
-        kv_heads, group = draw(1, 2), draw(1, 8)
-        case = Case(
-            decodes + chunks,
-            heads=kv_heads * group,
-            kv_heads=kv_heads,
-            head_dim=[64, 80, 96, 128][draw(0, 3)],
-            block_size=[16, 32, 64][draw(0, 2)],
-            window=[None, draw(1, 130)][draw(0, 1)],
-            softcap=[None, 10.0][draw(0, 1)],
-            dtype=[torch.float32, torch.bfloat16][draw(0, 1)],
-            padding=draw(0, 20),
-            garbage=["nan", "large"][draw(0, 1)],
-        )
-        query, batch, sequences = make_batch(case, seed)
-        out = run_triton(query, batch, case, triton_device)
-        assert_close(out[: case.num_rows], dense(query, case, sequences), case.dtype)
-        assert not out[case.num_rows :].any()
+    decodes = tuple((1, draw(0, 150)) for _ in range(draw(0, 4)))
+    chunks = tuple((draw(1, 60), draw(0, 100)) for _ in range(draw(0 if decodes else 1, 3)))
+    kv_heads, group = draw(1, 2), draw(1, 8)
+    case = Case(
+        decodes + chunks,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=[64, 80, 96, 128][draw(0, 3)],
+        block_size=[16, 32, 64][draw(0, 2)],
+        window=[None, draw(1, 130)][draw(0, 1)],
+        softcap=[None, 10.0][draw(0, 1)],
+        dtype=[torch.float32, torch.bfloat16][draw(0, 1)],
+        padding=draw(0, 20),
+        garbage=["nan", "large"][draw(0, 1)],
+    )
+    query, batch, sequences = make_batch(case, seed)
+    out = run_triton(query, batch, case, triton_device)
+    assert_close(out[: case.num_rows], dense(query, case, sequences), case.dtype)
+    assert not out[case.num_rows :].any()

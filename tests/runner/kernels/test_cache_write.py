@@ -42,12 +42,12 @@ def test_write_kernel(
     shape: tuple[int, int, int], layout: str, dtype: torch.dtype, triton_device: torch.device
 ) -> None:
     key, value, key_cache, value_cache, cache_index = make_case(*shape, layout, dtype)
-    on_device = [tensor.to(triton_device, copy=True) for tensor in (key_cache, value_cache)]
+    keys, values = (tensor.to(triton_device, copy=True) for tensor in (key_cache, value_cache))
     write_kv_reference(key, value, key_cache, value_cache, cache_index)
-    # .to() would keep the strides, but not a slice's.
-    base = torch.empty_strided(key.shape, key.stride(), dtype=dtype, device=triton_device).copy_(key)
-    write_kv_triton(base, value.to(triton_device), *on_device, cache_index.to(triton_device))
-    assert torch.equal(on_device[0].cpu(), key_cache) and torch.equal(on_device[1].cpu(), value_cache)
+    # `to` alone would not keep a slice's strides.
+    there = [torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=triton_device).copy_(x) for x in (key, value)]
+    write_kv_triton(there[0], there[1], keys, values, cache_index.to(triton_device))
+    assert torch.equal(keys.cpu(), key_cache) and torch.equal(values.cpu(), value_cache)
 
 
 def test_padding_lands_in_the_dummy_block_alone(triton_device: torch.device) -> None:

@@ -43,7 +43,8 @@ def test_gather_kernel(num_rows: int, hidden: int, dtype: torch.dtype, triton_de
     expected = torch.empty(num_rows, hidden, dtype=dtype)
     gather_rows_reference(*case, expected)
     out = torch.full((num_rows, hidden), torch.nan, dtype=dtype, device=triton_device)
-    gather_rows_triton(*(tensor.to(triton_device) for tensor in case), out)
+    token_ids, is_token_ids, rows, table = (tensor.to(triton_device) for tensor in case)
+    gather_rows_triton(token_ids, is_token_ids, rows, table, out)
     assert torch.equal(out.cpu(), expected)
 
 

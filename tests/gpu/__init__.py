@@ -1,0 +1,1 @@
+"""Tests and measurements for a machine with a CUDA device. `make gpu-test`, `make gpu-bench`."""

@@ -1,0 +1,333 @@
+"""Times each kernel against the least time that its bytes and operations need. Prints a JSON line a case.
+
+    python -m tests.gpu.bench_kernels                    every case
+    python -m tests.gpu.bench_kernels --only decode      cases whose name begins so
+    python -m tests.gpu.bench_kernels --sweep            attention under other tiles too, the best last
+
+A case is captured in one CUDA graph over as many copies of its data as it takes to overflow the L2 cache (a model's
+layers do the same), so that neither the launches nor the cache flatter it. `us` is the median per call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from runner.attention.backend import AttentionBatch
+from runner.attention.triton_attention import Tiles, TritonAttention
+from runner.kernels.cache_write_triton import write_kv_triton
+from runner.kernels.embed_triton import gather_rows_triton
+from runner.kernels.gumbel_triton import gumbel_argmax_triton
+from runner.kernels.prepare import SLOTS, STARTS
+from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
+from runner.slots import SlotState, StepInputs
+
+BYTES_PER_SECOND = 4.3e12
+FLOP_PER_SECOND = 790e12
+"""What one H200 was measured to do: a device copy, and an 8192³ bf16 product of random data."""
+
+L2_OVERFLOW = 256 << 20
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    shape: dict[str, Any]
+    bytes: int
+    flops: int
+    make: Callable[[], Callable[[], object]]
+    """A fresh copy of the case's data, as a function that runs the kernel on it."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def floor_us(self) -> float:
+        return 1e6 * max(self.bytes / BYTES_PER_SECOND, self.flops / FLOP_PER_SECOND)
+
+    def measure(self) -> float:
+        """Median microseconds a call."""
+        copies = min(64, max(1, math.ceil(L2_OVERFLOW / max(self.bytes, 1))))
+        calls = [self.make() for _ in range(copies)]
+        for call in calls:
+            call()  # compiles, outside the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times: list[float] = []
+        for _ in range(30):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return 1e3 * statistics.median(times[5:]) / copies
+
+    def report(self) -> float:
+        us = self.measure()
+        line = {"case": self.name, **self.shape, **self.notes, "us": round(us, 2), "floor_us": round(self.floor_us, 2)}
+        line |= {"of_floor": round(self.floor_us / us, 3), "tb_s": round(self.bytes / us / 1e6, 2)}
+        if self.flops > self.bytes:
+            line["tflop_s"] = round(self.flops / us / 1e6, 1)
+        print(json.dumps(line), flush=True)
+        return us
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention layer."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+
+
+LLAMA = Shape("Llama-3.1-8B", 32, 8, 128)
+QWEN = Shape("Qwen3-0.6B", 16, 8, 128)
+GEMMA = Shape("Gemma-3-4B", 8, 4, 256, window=1024)
+
+
+def attention_batch(rows: list[int], before: list[int], shape: Shape, max_seq_len: int) -> AttentionBatch:
+    """Entries of so many rows after so many cached ones, in blocks scattered over the cache."""
+    lengths = [a + b for a, b in zip(rows, before, strict=True)]
+    blocks_per_seq = -(-max_seq_len // shape.block_size)
+    used = [-(-length // shape.block_size) for length in lengths]
+    table = torch.zeros(len(rows), blocks_per_seq, dtype=torch.int32)
+    scattered = 1 + torch.randperm(sum(used)).int()
+    for i, count in enumerate(used):
+        table[i, :count], scattered = scattered[:count], scattered[count:]
+    cache_shape = (sum(used) + 1, shape.block_size, shape.kv_heads, shape.head_dim)
+    starts = [sum(rows[:i]) for i in range(len(rows) + 1)]
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+    positions = torch.cat([torch.arange(b, b + a) for a, b in zip(rows, before, strict=True)]).to(CUDA)
+    return AttentionBatch(
+        backend=TritonAttention(),
+        key_caches=[torch.randn(cache_shape, device=CUDA, dtype=BF16)],
+        value_caches=[torch.randn(cache_shape, device=CUDA, dtype=BF16)],
+        block_table=table.to(CUDA),
+        entry_slots=ints([*range(len(rows)), 0]),
+        entry_starts=ints(starts),
+        seq_lens=ints(lengths),
+        positions=positions,
+        cache_index=positions,
+        num_entries=len(rows),
+        num_decodes=sum(count == 1 for count in rows),
+        max_seq_len=max_seq_len,
+        host_starts=starts,
+        host_seq_lens=lengths,
+    )
+
+
+def attention_call(
+    shape: Shape, rows: list[int], before: list[int], max_seq_len: int, tiles: dict[str, Tiles]
+) -> Callable[[], object]:
+    batch = attention_batch(rows, before, shape, max_seq_len)
+    query = torch.randn(sum(rows), shape.heads, shape.head_dim, device=CUDA, dtype=BF16)
+    backend = TritonAttention(**tiles)
+    options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    return lambda: backend.attend(query, batch.key_caches[0], batch.value_caches[0], batch, **options)
+
+
+def attention_case(name: str, shape: Shape, rows: list[int], before: list[int], max_seq_len: int, **notes: Any) -> Case:
+    row_bytes = 2 * shape.kv_heads * shape.head_dim * 2
+    reach = [min(a + b, (shape.window or a + b) + a - 1) for a, b in zip(rows, before, strict=True)]
+    query_bytes = 2 * sum(rows) * shape.heads * shape.head_dim * 2
+    pairs = sum(
+        sum(min(b + i + 1, shape.window or b + i + 1) for i in range(a)) for a, b in zip(rows, before, strict=True)
+    )
+    what = {"model": shape.model, "rows": sum(rows), "entries": len(rows), "max_seq_len": max_seq_len}
+    return Case(
+        name,
+        what,
+        bytes=sum(reach) * row_bytes + query_bytes,
+        flops=4 * shape.heads * shape.head_dim * pairs,
+        make=lambda: attention_call(shape, rows, before, max_seq_len, {}),
+        notes=notes,
+    )
+
+
+def decode_cases() -> Iterator[Case]:
+    for shape, batches in ((LLAMA, (1, 32, 256)), (QWEN, (1, 64, 256)), (GEMMA, (1, 32))):
+        for batch in batches:
+            yield attention_case("decode", shape, [1] * batch, [1023] * batch, 1024, context=1024)
+    # The same as a graph captured for a longest context of 32k runs it.
+    yield attention_case("decode", LLAMA, [1] * 32, [1023] * 32, 32_768, context=1024)
+    yield attention_case("decode", LLAMA, [1] * 256, [1023] * 256, 32_768, context=1024)
+    yield attention_case("decode", QWEN, [1], [1023], 32_768, context=1024)
+    # One long sequence among short ones, and alone.
+    yield attention_case("decode", LLAMA, [1] * 256, [32_767] + [511] * 255, 32_768, context="32k + 255 of 512")
+    yield attention_case("decode", LLAMA, [1], [32_767], 32_768, context=32_768)
+
+
+def prefill_cases() -> Iterator[Case]:
+    for shape in (LLAMA, QWEN, GEMMA):
+        for rows in (2048, 8192):
+            yield attention_case("prefill", shape, [rows], [0], rows)
+    yield attention_case("prefill", LLAMA, [512] * 16, [0] * 16, 8192)
+    yield attention_case("prefill", LLAMA, [2048], [6144], 8192)
+    mixed = [1] * 32 + [2016]
+    yield attention_case("mixed", LLAMA, mixed, [1023] * 32 + [0], 8192)
+
+
+def sdpa_cases() -> Iterator[Case]:
+    """torch's own, over contiguous keys: what a prefill may be held against."""
+    for shape in (LLAMA, QWEN):
+        for rows in (2048, 8192):
+
+            def make(shape: Shape = shape, rows: int = rows) -> Callable[[], object]:
+                query = torch.randn(1, shape.heads, rows, shape.head_dim, device=CUDA, dtype=BF16)
+                key, value = torch.randn(2, 1, shape.kv_heads, rows, shape.head_dim, device=CUDA, dtype=BF16)
+                return lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+            ours = attention_case("sdpa", shape, [rows], [0], rows)
+            yield replace(ours, make=make)
+
+
+def gather_cases() -> Iterator[Case]:
+    for rows, hidden, vocab in ((1, 1024, 151_936), (256, 1024, 151_936), (256, 4096, 128_256), (8192, 4096, 128_256)):
+        table = torch.randn(vocab, hidden, device=CUDA, dtype=BF16)
+        for embeddings in (0.0, 0.5):
+
+            def make(rows: int = rows, table: Tensor = table, embeddings: float = embeddings) -> Callable[[], object]:
+                vocab, hidden = table.shape
+                ids = torch.randint(0, vocab, (rows,), device=CUDA, dtype=torch.int32)
+                is_token = torch.rand(rows, device=CUDA) >= embeddings
+                client_rows = torch.randn(rows, hidden, device=CUDA, dtype=BF16)
+                out = torch.empty(rows, hidden, device=CUDA, dtype=BF16)
+                return lambda: gather_rows_triton(ids, is_token, client_rows, table, out)
+
+            shape = {"rows": rows, "hidden": hidden, "embeddings": embeddings}
+            yield Case("gather_rows", shape, bytes=2 * rows * hidden * 2, flops=0, make=make)
+
+
+def gumbel_cases() -> Iterator[Case]:
+    vocab = 151_936
+    for rows in (1, 64, 256):
+        for temperature in (0.0, 1.0):
+
+            def make(rows: int = rows, temperature: float = temperature) -> Callable[[], object]:
+                logits = torch.randn(rows, vocab, device=CUDA)
+                heat = torch.full((rows,), temperature, device=CUDA)
+                seed, position = (torch.randint(0, 2**40, (rows,), device=CUDA) for _ in range(2))
+                choice = torch.zeros(rows, dtype=torch.int32, device=CUDA)
+                return lambda: gumbel_argmax_triton(logits, heat, seed, choice, position)
+
+            shape = {"rows": rows, "vocab": vocab, "temperature": temperature}
+            yield Case("gumbel_argmax", shape, bytes=rows * vocab * 4, flops=0, make=make)
+
+
+def prepare_cases() -> Iterator[Case]:
+    """A step of decodes, and one chunk of prefill, in the buffers of an engine of 256 slots and 8,192 rows."""
+    for entries, rows in ((1, 1), (64, 1), (256, 1), (1, 8192)):
+        shape = {"entries": entries, "rows": entries * rows}
+        moved = entries * rows * (4 + 4 + 4 + 1 + 8 + 8)
+        make_prepare, make_advance = (_step_call(entries, rows, advance) for advance in (False, True))
+        yield Case("prepare_inputs", shape, bytes=moved, flops=0, make=make_prepare)
+        yield Case("advance_slots", shape, bytes=entries * 30, flops=0, make=make_advance)
+
+
+def _step_call(entries: int, rows: int, advance: bool) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        slots = SlotState.allocate(256, 16_384, 16, CUDA)
+        slots.computed.fill_(1000)
+        slots.length.fill_(1001)
+        inputs = StepInputs.allocate(8192, 256, CUDA)
+        record = torch.zeros(3, 257, dtype=torch.int32, device=CUDA)
+        record[SLOTS, :entries] = torch.randperm(256, device=CUDA)[:entries]
+        record[STARTS] = (torch.arange(257, device=CUDA) * rows).clamp(max=entries * rows)
+        sampled = torch.zeros(256, dtype=torch.int64, device=CUDA)
+        if advance:
+            return lambda: advance_slots_triton(record, entries, inputs, sampled, slots)
+        return lambda: prepare_inputs_triton(record, entries, entries * rows, 16, slots, inputs)
+
+    return make
+
+
+def cache_write_cases() -> Iterator[Case]:
+    for rows in (1, 256, 8192):
+
+        def make(rows: int = rows) -> Callable[[], object]:
+            qkv = torch.randn(rows, 48, 128, device=CUDA, dtype=BF16)
+            caches = [torch.zeros(rows // 16 + 2, 16, 8, 128, device=CUDA, dtype=BF16) for _ in range(2)]
+            index = 16 + torch.randperm(rows, device=CUDA)
+            return lambda: write_kv_triton(qkv[:, 32:40], qkv[:, 40:], caches[0], caches[1], index)
+
+        yield Case("write_kv", {"rows": rows}, bytes=2 * 2 * rows * 8 * 128 * 2, flops=0, make=make)
+
+
+FAMILIES = (decode_cases, prefill_cases, sdpa_cases, gather_cases, gumbel_cases, prepare_cases, cache_write_cases)
+
+DECODE_SWEEP = [Tiles(16, n, w, s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4)]
+PREFILL_SWEEP = [Tiles(m, n, w, s) for m in (64, 128) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3)]
+
+
+def sweep() -> None:
+    for shape, batch in ((LLAMA, 32), (LLAMA, 256), (QWEN, 1), (QWEN, 64), (GEMMA, 32)):
+        _sweep(shape, [1] * batch, [1023] * batch, 1024, "decode_tiles", DECODE_SWEEP)
+    for shape, rows in ((LLAMA, 8192), (QWEN, 2048), (GEMMA, 8192)):
+        _sweep(shape, [rows], [0], rows, "prefill_tiles", PREFILL_SWEEP)
+
+
+def _sweep(shape: Shape, rows: list[int], before: list[int], longest: int, kind: str, tiles: list[Tiles]) -> None:
+    found: list[tuple[float, str]] = []
+    base = attention_case("sweep", shape, rows, before, longest)
+    for choice in tiles:
+
+        def make(choice: Tiles = choice) -> Callable[[], object]:
+            return attention_call(shape, rows, before, longest, {kind: choice})
+
+        try:
+            us = replace(base, make=make).measure()
+        except Exception as error:  # this tile needs more shared memory than there is
+            print(json.dumps({"tiles": str(choice), "error": str(error)[:100]}), flush=True)
+            continue
+        found.append((us, str(choice)))
+    for us, name in sorted(found, reverse=True)[-5:]:
+        line = {
+            "case": "sweep",
+            **base.shape,
+            "tiles": name,
+            "us": round(us, 2),
+            "of_floor": round(base.floor_us / us, 3),
+        }
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--sweep", action="store_true", help="attention under other tiles")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
+    if args.sweep:
+        sweep()
+    for family in FAMILIES:
+        # Inputs of a family's cases may be shared: they are made when it is asked for, and dropped after it.
+        for case in family():
+            if case.name.startswith(args.only):
+                case.report()
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Compiles what the launching functions launch, for sm_90 and without a GPU: the interpreter runs code that Triton's
+compiler refuses (types that differ between branches), and knows no limit on shared memory.
+
+Runs where Triton is installed and doesn't interpret; on a CUDA device the other tests compile the same and run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from runner.kernels._triton import HAS_TRITON
+from runner.kernels.cache_write_triton import write_kv_triton
+from runner.kernels.embed_triton import gather_rows_triton
+from runner.kernels.gumbel_triton import gumbel_argmax_triton
+from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
+from tests.runner.kernels import test_attention, test_cache_write, test_embed, test_gumbel, test_prepare
+from tests.runner.kernels.conftest import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(
+        not HAS_TRITON or INTERPRETED or torch.cuda.is_available(), reason="needs Triton, not interpreting, and no GPU"
+    ),
+    pytest.mark.timeout(600),
+]
+
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on Hopper."""
+
+CPU = torch.device("cpu")
+
+
+class Sm90:
+    """In the place of Triton's CUDA driver, where there is none."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every launch within the test is compiled instead, and appended here."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Any] = []
+    plain: Callable[..., Any] = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append(plain(self, *args, grid=grid, warmup=True, **kwargs))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    driver.set_active(Sm90())
+    return launches
+
+
+def assert_fit(compiled: list[Any], count: int) -> None:
+    assert len(compiled) == count
+    for kernel in compiled:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("wide", [False, True])
+def test_attention_compiles(head_dim: int, dtype: torch.dtype, wide: bool, compiled: list[Any]) -> None:
+    """Decodes and chunks, short (tiles of 64) and long (of 128), plain and with everything on."""
+    rows = 300 if wide else 3
+    for entries, count in ((((1, 99), (1, 5)), 2), (((1, 99), (rows, 5)), 3)):
+        case = test_attention.Case(entries, head_dim=head_dim, dtype=dtype)
+        if wide:
+            case.window, case.softcap = 30, 5.0
+        query, batch, _ = test_attention.make_batch(case)
+        test_attention.run_triton(query, batch, case, CPU)
+        assert_fit(compiled, count)
+        compiled.clear()
+
+
+def test_the_others_compile(compiled: list[Any]) -> None:
+    step = test_prepare.make_step(3, num_slots=7, max_rows=60, max_model_len=50, block_size=16)
+    prepare_inputs_triton(*step.prepare_args())
+    advance_slots_triton(step.record, 1, step.out, torch.zeros(7, dtype=torch.int64), step.slots)
+    gumbel_argmax_triton(torch.zeros(3, 5000), torch.zeros(3), *test_gumbel.keys(3))
+    assert_fit(compiled, 4)
+    compiled.clear()
+    for dtype in (torch.float32, torch.bfloat16):
+        token_ids, is_token_ids, rows, table = test_embed.make_case(5, 576, dtype)
+        gather_rows_triton(token_ids, is_token_ids, rows, table, torch.empty(5, 576, dtype=dtype))
+        for layout in ("heads first", "merged"):
+            key, value, keys, values, index = test_cache_write.make_case(7, 3, 80, layout, dtype)
+            write_kv_triton(key, value, keys, values, index)
+    assert_fit(compiled, 6)

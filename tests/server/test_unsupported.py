@@ -1,0 +1,89 @@
+"""What is refused rather than ignored, and what asks for nothing and is let through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.errors import UnsupportedParameter
+from server.unsupported import CHAT, COMPLETION, refuse_unsupported
+
+BOTH: list[tuple[str, list[Any], list[Any]]] = [
+    # name, values that ask for something, values that do not
+    ("guided_json", [{"type": "object"}, "{}"], [None, {}]),
+    ("guided_regex", ["foo**"], [None, ""]),
+    ("guided_choice", [["a"]], [None, []]),
+    ("guided_grammar", ["root ::= x"], [None]),
+    ("structured_outputs", [{"regex": "x"}], [None, {}]),
+    ("response_format", [{"type": "json_object"}, {"type": "json_schema"}, "text", {}], [None, {"type": "text"}]),
+    ("use_beam_search", [True], [None, False]),
+    ("bad_words", [["x"]], [None, []]),
+    ("allowed_token_ids", [[1]], [None]),
+    ("truncate_prompt_tokens", [-1, 0, 5], [None]),
+    ("prompt_logprobs", [0, 1, -1], [None]),
+    ("priority", [1, -1, True, 0.0], [None, 0]),
+    ("length_penalty", [2, True], [None, 1, 1.0]),
+    ("spaces_between_special_tokens", [False], [None, True]),
+    ("logits_processors", [["x"]], [None, []]),
+    ("lora_path", ["x"], [None]),
+    ("detokenize", [False, 1], [None, True]),
+]
+COMPLETION_ONLY: list[tuple[str, list[Any], list[Any]]] = [
+    ("suffix", ["x"], [None, ""]),
+    ("messages", [[{"role": "user"}]], [None]),
+]
+CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
+    ("tools", [[{"type": "function"}]], [None, []]),
+    ("tool_choice", ["required", {"type": "function"}], [None, "none", "auto"]),
+    ("functions", [[{"name": "f"}]], [None, []]),
+    ("function_call", [{"name": "f"}], [None, "none", "auto"]),
+    ("audio", [{"voice": "x"}], [None]),
+    ("modalities", [["text", "audio"], ["audio"]], [None, ["text"]]),
+    ("web_search_options", [{"search_context_size": "low"}], [None]),
+    ("echo", [True], [None, False]),
+    ("best_of", [2], [None, 1]),
+    ("chat_template", ["{{ x }}"], [None]),
+    ("documents", [[{"text": "x"}]], [None]),
+    ("prompt_embeds", ["x"], [None]),
+    ("mm_processor_kwargs", [{"x": 1}], [None, {}]),
+    ("moderation", [{"x": 1}], [None]),
+]
+HARMLESS = {
+    "user": "x",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "verbosity": "low",
+    "reasoning_effort": "high",
+    "prediction": {"type": "content", "content": "x"},
+    "parallel_tool_calls": False,
+    "request_id": "x",
+    "unheard_of": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "asking", "neutral"), BOTH + COMPLETION_ONLY)
+def test_completions(name: str, asking: list[Any], neutral: list[Any]) -> None:
+    check(COMPLETION, name, asking, neutral)
+
+
+@pytest.mark.parametrize(("name", "asking", "neutral"), BOTH + CHAT_ONLY)
+def test_chat(name: str, asking: list[Any], neutral: list[Any]) -> None:
+    check(CHAT, name, asking, neutral)
+
+
+def check(table: Any, name: str, asking: list[Any], neutral: list[Any]) -> None:
+    for value in asking:
+        with pytest.raises(UnsupportedParameter) as caught:
+            refuse_unsupported({"model": "x", name: value}, table)
+        assert (caught.value.param, caught.value.code, caught.value.status) == (name, "unsupported_parameter", 400)
+    for value in neutral:
+        refuse_unsupported({"model": "x", name: value}, table)
+
+
+@pytest.mark.parametrize("table", [COMPLETION, CHAT])
+def test_bookkeeping_is_let_through(table: Any) -> None:
+    refuse_unsupported(HARMLESS, table)
