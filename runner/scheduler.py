@@ -181,7 +181,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         blocks = np.array(cached + self.pool.allocate(missing), np.int32)
         computed = len(cached) * self.block_size
-        self.prefix_queries += known
+        self.prefix_queries += 0 if sequence.scores_prompt else known
         self.prefix_hits += computed
 
         slot = table.free.pop()

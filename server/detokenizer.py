@@ -62,9 +62,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 class StreamDetokenizer:

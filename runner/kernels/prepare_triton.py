@@ -53,8 +53,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     block = tl.where(is_new, new_block, old_block).to(tl.int64)
     # Padding: token 0 at position 0, written to row 0 of the dummy block.
     here = lanes < max_rows
-    tl.store(token_ids + lanes, tl.where(in_step, tl.maximum(token, 0), 0), mask=here)
-    tl.store(is_token_ids + lanes, (token != EMBEDDING) | ~in_step, mask=here)
+    tl.store(token_ids + lanes, tl.maximum(token, 0), mask=here)
+    tl.store(is_token_ids + lanes, token != EMBEDDING, mask=here)
     tl.store(positions + lanes, tl.where(in_step, position, 0).to(tl.int64), mask=here)
     tl.store(cache_index + lanes, tl.where(in_step, block * block_size + position % block_size, 0), mask=here)
 

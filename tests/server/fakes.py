@@ -149,7 +149,7 @@ class FakeEngine:
         sampling = submitted.sampling
         await asyncio.sleep(0)
         for choice in range(submitted.n):
-            inbox.add_started(Started(inbox.request, choice, 2 if choice == 0 else len(ids) - 1, 0.0))
+            inbox.add_started(Started(inbox.request, choice, 2 if choice == 0 else 99, 0.0))
         if sampling.prompt_logprobs is not None:
             # In two parts, as a prompt longer than a chunk has them.
             entries = [self._logprobs(token_id, sampling.prompt_logprobs) for token_id in ids[1:]]

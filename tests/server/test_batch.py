@@ -52,13 +52,27 @@ def test_if_one_is_refused_none_runs() -> None:
     assert [each.aborted for each in fake.submitted] == [[-1], [-1]]
 
 
-def test_being_cancelled_while_opening_aborts_what_is_open() -> None:
-    class Slow(FakeEngine):
-        async def generate(self, *arguments: Any, **options: Any) -> Any:
-            if self.submitted:
-                await asyncio.sleep(3600)
-            return await super().generate(*arguments, **options)
+class Slow(FakeEngine):
+    """Accepts its first request, and no other for an hour."""
 
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        if self.submitted and not self._refuse:
+            await asyncio.sleep(3600)
+        return await super().generate(*arguments, **options)
+
+
+def test_a_refusal_does_not_wait_for_the_others() -> None:
+    fake = Slow(lambda ids, _choice: Line([4] * 5), refuse=[None, QueueFull("full")], hang=True)
+
+    async def main() -> None:
+        with pytest.raises(QueueFull):
+            await asyncio.wait_for(Batch.open(fake, requests(3)), 5)
+
+    asyncio.run(main())
+    assert [each.aborted for each in fake.submitted] == [[-1]]
+
+
+def test_being_cancelled_while_opening_aborts_what_is_open() -> None:
     fake = Slow(lambda ids, _choice: Line([4] * 5))
 
     async def main() -> None:

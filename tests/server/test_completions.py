@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from openai.types import Completion
 from safetensors.numpy import save
+from tokenizers.normalizers import Replace
 
 from runner.messages import EMBEDDING_ID, Span
 from server.errors import EngineFailed, QueueFull
 from server.inputs import MAX_CHOICES, MAX_PROMPTS
 from server.logprobs import LogprobFormat
-from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE
+from server.tokenizer import Tokenizer
+from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, api, byte_ids, ids_of, say, services
 
 ROUTE = "/v1/completions"
@@ -351,6 +353,15 @@ def test_echo_with_logprobs(max_tokens: int, n: int) -> None:
     assert answer["choices"][0]["finish_reason"] == ("stop" if max_tokens == 64 else "length")
 
 
+def test_echo_of_a_text_that_the_tokenizer_changes() -> None:
+    own = build_tokenizer()
+    own.backend_tokenizer.normalizer = Replace("x", "yyy")
+    client = Api(services(FakeEngine(say("a")), tokenizer=Tokenizer(own)))
+    (choice,) = complete(client, prompt="xx", echo=True, logprobs=0)["choices"]
+    assert choice["text"] == "xxa"  # as it was sent
+    assert max(choice["logprobs"]["text_offset"][:-2]) == 2
+
+
 def test_echo_without_anything_else() -> None:
     with api(say(ANSWER)) as (client, engine):
         answer = complete(client, prompt=PROMPT, max_tokens=0, echo=True)
@@ -452,9 +463,11 @@ def test_a_fault_of_ours_in_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: py
     with api(say(ANSWER)) as (client, engine):
         monkeypatch.setattr("server.choices.Choice.feed", broken)
         (error,) = events(client.post(ROUTE, {"prompt": PROMPT, "stream": True}))
+        with pytest.raises(RuntimeError):  # in a server, a 500
+            client.post(ROUTE, {"prompt": PROMPT})
     assert error["error"]["type"] == "server_error"
     assert "secret" not in error["error"]["message"] + caplog.text
-    assert [each.aborted for each in engine.submitted] == [[-1]]
+    assert [each.aborted for each in engine.submitted] == [[-1], [-1]]
 
 
 @pytest.mark.parametrize("count", [1, 3])

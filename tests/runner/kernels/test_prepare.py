@@ -70,7 +70,8 @@ def make_step(seed: int, *, num_slots: int, max_rows: int, max_model_len: int, b
         # A chunk that ends before the last known row, at it, and at the very end of the context.
         length = rng.choice([computed + rows, rng.randint(computed + rows, max_model_len)])
         slots.computed[slot], slots.length[slot] = computed, length
-        slots.token_ids[slot, computed : computed + rows] = torch.randint(EMBEDDING_ID, VOCAB, (rows,)).int()
+        ids = torch.randint(0, VOCAB, (rows,)).int()
+        slots.token_ids[slot, computed : computed + rows] = torch.where(torch.rand(rows) < 0.5, EMBEDDING_ID, ids)
         i = len(entries)
         record[SLOTS, i] = slot
         record[STARTS, i + 1] = record[STARTS, i] + rows

@@ -1,0 +1,148 @@
+"""The same prompt as text, ids and embeddings, through every client, alone and in a crowd: always the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+from transformers import AutoTokenizer
+
+from tests.integration.real_server import RealServer, as_npy, as_safetensors, as_torch_file
+from tests.models import clear_prompt, embed, hf_generate
+
+TOKENS = 24
+
+
+def reference(path: Path, ids: list[int], tokens: int = TOKENS) -> str:
+    """Hugging Face's greedy answer as text."""
+    text: str = AutoTokenizer.from_pretrained(path).decode(
+        hf_generate(path, ids, tokens, ignore_eos=True), skip_special_tokens=True
+    )
+    return text
+
+
+def greedy(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def test_text_ids_and_embeddings_answer_alike(server: RealServer, llama: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    text = "What is the capital of France?"
+    ids = tokenizer(text)["input_ids"]
+    expected = reference(llama, ids)
+    rows = embed(llama, ids)
+    prompts: list[dict[str, Any]] = [{"prompt": text}, {"prompt": ids}]
+    prompts += [{"prompt_embeds": encode(rows)} for encode in (as_safetensors, as_torch_file, as_npy)]
+    with server.client() as client:
+        for prompt in prompts:
+            response = client.post("/v1/completions", json=greedy(**prompt))
+            assert response.status_code == 200, response.text
+            body = response.json()
+            assert body["choices"][0]["text"] == expected
+            assert body["usage"]["prompt_tokens"] == len(ids)
+            assert body["usage"]["completion_tokens"] == TOKENS
+
+
+def test_openai_client(server: RealServer, llama: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+    ids = clear_prompt(llama, 21, seed=3, max_new_tokens=TOKENS)
+    expected = reference(llama, ids)
+    rows = as_torch_file(embed(llama, ids))
+    extra = {"ignore_eos": True}
+    common: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0}
+    whole = client.completions.create(prompt=ids, extra_body=extra, **common)
+    embedded = client.completions.create(
+        prompt="", extra_body={**extra, "prompt": None, "prompt_embeds": rows}, **common
+    )
+    assert whole.choices[0].text == embedded.choices[0].text == expected
+
+    for body in (extra, {**extra, "prompt": None, "prompt_embeds": rows}):
+        stream = client.completions.create(
+            prompt=ids, stream=True, stream_options={"include_usage": True}, extra_body=body, **common
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+        usage = chunks[-1].usage
+        assert usage is not None and usage.completion_tokens == TOKENS and usage.prompt_tokens == len(ids)
+
+    both = client.completions.create(prompt=[ids[:9], ids], extra_body={**extra, "prompt_embeds": rows}, **common)
+    texts = [choice.text for choice in both.choices]
+    assert texts == [expected, reference(llama, ids[:9]), expected]
+    assert client.models.retrieve("m").id == "m"
+
+
+def test_chat_is_the_template_s_prompt(server: RealServer, llama: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "What is the answer?"}]
+    encoding = AutoTokenizer.from_pretrained(llama).apply_chat_template(messages, add_generation_prompt=True)
+    ids = list(encoding["input_ids"] if hasattr(encoding, "keys") else encoding)
+    answer = client.chat.completions.create(
+        model="m", messages=messages, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].message.content == reference(llama, ids)
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is the answer?"}]}]
+    stream = client.chat.completions.create(
+        model="m", messages=parts, max_tokens=TOKENS, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == answer.choices[0].message.content
+
+
+def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama: Path) -> None:
+    """Compared by token ids: the text of random ids may begin with the rest of a character that the prompt began."""
+    client = openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+    prompts = [clear_prompt(llama, 5 + 3 * i, seed=i, max_new_tokens=TOKENS) for i in range(8)]
+    expected = [hf_generate(llama, ids, TOKENS, ignore_eos=True) for ids in prompts]
+    common: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0}
+
+    async def ask(i: int) -> list[int]:
+        ids = prompts[i % 8]
+        body: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+        if i % 4 > 1:
+            body |= {"prompt": None, "prompt_embeds": as_safetensors(embed(llama, ids))}
+        if i % 2:
+            chunks = await client.completions.create(prompt=ids, stream=True, extra_body=body, **common)
+            return [token async for chunk in chunks for token in ids_of(chunk)]
+        return ids_of(await client.completions.create(prompt=ids, extra_body=body, **common))
+
+    def ids_of(completion: Any) -> list[int]:
+        return list(completion.choices[0].token_ids)
+
+    async def crowd() -> list[list[int]]:
+        return await asyncio.gather(*(ask(i) for i in range(32)))
+
+    async def one_by_one() -> list[list[int]]:
+        return [await ask(i) for i in range(8)]
+
+    assert asyncio.run(crowd()) == expected * 4
+    client = openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+    assert asyncio.run(one_by_one()) == expected
+
+
+def test_siblings_share_the_prompt(server: RealServer, llama: Path) -> None:
+    ids = clear_prompt(llama, 40, seed=9, max_new_tokens=TOKENS)
+    with server.client() as client:
+        body = client.post("/v1/completions", json=greedy(prompt=ids, n=3, cache_salt="siblings")).json()
+        assert [choice["text"] for choice in body["choices"]] == [reference(llama, ids)] * 3
+        sampled = client.post("/v1/completions", json=greedy(prompt=ids, n=3, temperature=1.0, seed=5)).json()
+    assert len({choice["text"] for choice in sampled["choices"]}) == 3
+
+
+def test_the_default_model_knows_paris(default_model: Path, tmp_path: Path) -> None:
+    """The product's own start: no model named, no configuration, the embedded weights."""
+    with RealServer(tmp_path, None) as server, server.wait_ready().client() as client:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        tokens = client.post("/tokenize", json={"model": "m", "messages": question}).json()["tokens"]
+        rows = embed(default_model, tokens)
+        for path, prompt in (
+            ("/v1/chat/completions", {"messages": question}),
+            ("/v1/completions", {"prompt": tokens}),
+            ("/v1/completions", {"prompt_embeds": as_torch_file(rows)}),
+            ("/v1/completions", {"prompt_embeds": as_safetensors(rows.float())}),
+        ):
+            body = client.post(path, json={"model": "m", "max_tokens": 12, "temperature": 0, **prompt}).json()
+            choice = body["choices"][0]
+            assert "Paris" in (choice["text"] if "text" in choice else choice["message"]["content"])
+            assert choice["finish_reason"] == "stop"
