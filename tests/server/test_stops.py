@@ -42,6 +42,7 @@ def reference(text: str, stops: Sequence[str], include_stop: bool) -> tuple[str,
 @example(["aab"], ["aaab", "ab"], False)
 @example(["aaa", "ab"], ["aaab", "ab"], True)
 @example(["abab", "abc"], ["ababc"], False)
+@example(["xab"], ["b", "ab"], False)
 def test_a_stream_is_the_whole_text_cut(pieces: list[str], stops: list[str], include_stop: bool) -> None:
     out, hit = stream(pieces, stops, include_stop=include_stop)
     assert ("".join(out), hit) == reference("".join(pieces), stops, include_stop)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,20 +43,28 @@ def triton_device() -> Iterator[torch.device]:
 
 
 def _teach_bf16(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bf16 as its bits and its `dot` multiplies those; widen them first."""
+    """The interpreter keeps bf16 as its bits. Its `dot` multiplies those, and its conversion from fp32 cuts bits off
+    where a GPU rounds."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
-    plain = interpreter.InterpreterBuilder.create_dot
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
 
-    def widen(handle: object) -> object:
-        if handle.dtype != tl.bfloat16:  # type: ignore[attr-defined]
+    def widen(handle: Any) -> Any:
+        if handle.dtype != tl.bfloat16:
             return handle
-        bits = handle.data.astype(np.uint32) << 16  # type: ignore[attr-defined]
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        return handle_of((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def create_dot(self: object, a: object, b: object, *args: object) -> object:
-        return plain(self, widen(a), widen(b), *args)
+    def create_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        return plain_dot(self, widen(a), widen(b), *args)
 
-    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return plain_cast(self, source, dtype)
+        bits = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return handle_of(bits, tl.bfloat16)
+
+    patch.setattr(builder, "create_dot", create_dot)
+    patch.setattr(builder, "cast_impl", cast_impl)

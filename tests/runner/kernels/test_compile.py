@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from runner.kernels._triton import HAS_TRITON
+from runner.kernels.activation_triton import gated_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
-from tests.runner.kernels import test_attention, test_cache_write, test_embed, test_gumbel, test_prepare
+from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from runner.kernels.rope_triton import rope_and_write_triton
+from tests.runner.kernels import test_attention, test_cache_write, test_embed, test_gumbel, test_prepare, test_rope
 from tests.runner.kernels.conftest import INTERPRETED
 
 pytestmark = [
@@ -102,3 +105,19 @@ def test_the_others_compile(compiled: list[Any]) -> None:
             key, value, keys, values, index = test_cache_write.make_case(7, 3, 80, layout, dtype)
             write_kv_triton(key, value, keys, values, index)
     assert_fit(compiled, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_fused_pieces_of_models_compile(dtype: torch.dtype, compiled: list[Any]) -> None:
+    x, weight = torch.zeros(3, 2048, dtype=dtype), torch.zeros(2048, dtype=dtype)
+    for unit_offset in (False, True):
+        rms_norm_triton(x, weight, 1e-5, unit_offset)
+        add_rms_norm_triton(x, x, weight, 1e-5, unit_offset)
+    gated_triton(x, "silu")
+    gated_triton(x, "gelu_tanh")
+    assert_fit(compiled, 6)
+    compiled.clear()
+    for case in test_rope.CASES:
+        args, norm = test_rope.make_args(case, dtype)
+        rope_and_write_triton(*args, norm)
+    assert_fit(compiled, len(test_rope.CASES))

@@ -1,0 +1,56 @@
+"""The Triton side of `runner.kernels.rms_norm`: a row is read once and stays in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runner.kernels._triton import tl, triton
+
+
+@triton.jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x, x_stride, residual, residual_stride, weight, total, out, eps,
+    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    # The weight doesn't depend on the row: asked for first, it arrives with it.
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    if ADD:
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        # What is normed is what is handed on: the sum as rounded.
+        rounded = value.to(dtype)
+        tl.store(total + row * HIDDEN + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
+    result = normed * (1.0 + scale) if UNIT_OFFSET else normed.to(dtype).to(tl.float32) * scale
+    tl.store(out + row * HIDDEN + column, result.to(dtype), mask=inside)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, x, weight, out, out, eps, unit_offset, add=False)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+                        unit_offset: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight, total, out, eps, unit_offset, add=True)
+    return out, total
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, out: Tensor, eps: float, unit_offset: bool,
+            add: bool) -> None:  # fmt: skip
+    num_rows, hidden = x.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(hidden)
+    _norm_kernel[(num_rows,)](
+        x, x.stride(0), residual, residual.stride(0), weight, total, out, float(eps),
+        ADD=add, UNIT_OFFSET=unit_offset, HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Rotary embedding of queries and keys, their norms where a model has them, and the cache write, in one go.
+
+Not wired into models yet: it is to take the place of a layer's q/k norm, `apply_rotary_pos_emb` and `cache_write`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.kernels.cache_write import write_kv_reference
+from runner.kernels.rms_norm import rms_norm_reference
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMSNorm over each head's dimensions, as of Qwen3 (`unit_offset` False) or Gemma 3 (True)."""
+
+    query_weight: Tensor
+    """[head_dim]"""
+    key_weight: Tensor
+    eps: float
+    unit_offset: bool
+
+
+def rope_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
+                   value_cache: Tensor, cache_index: Tensor, norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
+    """Row cache_index[t] of the caches becomes row t's rotated key and its value; the rotated queries are returned.
+
+    Args:
+        query: [T, num_heads, head_dim]. key, value: [T, num_kv_heads, head_dim]. Strided as they come.
+        cos, sin: [T, rotary_dim], as transformers makes them: the second half repeats the first. Dimensions from
+            rotary_dim on (partial rotary) pass through.
+        key_cache, value_cache, cache_index: see `cache_write.write_kv`.
+        norm: of queries and keys before their rotation.
+
+    Returns:
+        [T, num_heads, head_dim], contiguous.
+    """
+    if query.is_cuda:
+        from runner.kernels.rope_triton import rope_and_write_triton
+
+        return rope_and_write_triton(query, key, value, cos, sin, key_cache, value_cache, cache_index, norm)
+    return rope_and_write_reference(query, key, value, cos, sin, key_cache, value_cache, cache_index, norm)
+
+
+def rope_and_write_reference(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
+                             value_cache: Tensor, cache_index: Tensor,
+                             norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
+    if norm is not None:
+        query = rms_norm_reference(query, norm.query_weight, norm.eps, norm.unit_offset)
+        key = rms_norm_reference(key, norm.key_weight, norm.eps, norm.unit_offset)
+    write_kv_reference(_rotate(key, cos, sin), value, key_cache, value_cache, cache_index)
+    return _rotate(query, cos, sin).contiguous()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary, rest = torch.split(x, [cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
+    first, second = rotary.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([rotary * cos[:, None] + turned * sin[:, None], rest], dim=-1)

@@ -1,0 +1,117 @@
+"""The Triton side of `runner.kernels.rope`: each head is read once and written once, to where attention wants it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runner.kernels._triton import tl, triton
+from runner.kernels.rope import HeadNorm
+
+_HEADS = 4
+"""Heads a program."""
+
+
+@triton.jit
+def _normed(  # type: ignore[no-untyped-def]
+    x, factor, weight, inside, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Part of the heads in fp32, scaled as `rms_norm` does it and rounded to the model's dtype."""
+    if NORM:
+        scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x = x * factor * (1.0 + scale) if UNIT_OFFSET else (x * factor).to(DTYPE).to(tl.float32) * scale
+        x = x.to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    source, head_stride, weight, eps, cos, sin, target, num_heads, first_head,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """`source` and `target` point at one row's heads. Dimension i turns with dimension ROTARY // 2 + i, so that a head
+    is read as two halves, and the rest where it isn't all rotated."""
+    HALF: tl.constexpr = ROTARY // 2
+    DTYPE: tl.constexpr = target.dtype.element_ty
+    head = first_head + tl.arange(0, BLOCK_H)
+    half, rest = tl.arange(0, BLOCK_HALF), ROTARY + tl.arange(0, BLOCK_REST)
+    in_half, in_rest = half < HALF, rest < HEAD_DIM
+    here, rest_here = (head < num_heads)[:, None] & in_half[None, :], (head < num_heads)[:, None] & in_rest[None, :]
+    heads = source + head[:, None] * head_stride
+    first = tl.load(heads + half[None, :], mask=here, other=0.0).to(tl.float32)
+    second = tl.load(heads + HALF + half[None, :], mask=here, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first + second * second, 1)
+    if ROTARY < HEAD_DIM:
+        others = tl.load(heads + rest[None, :], mask=rest_here, other=0.0).to(tl.float32)
+        squares += tl.sum(others * others, 1)
+    factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    first = _normed(first, factor, weight + half, in_half, NORM, UNIT_OFFSET, DTYPE)
+    second = _normed(second, factor, weight + HALF + half, in_half, NORM, UNIT_OFFSET, DTYPE)
+    c = tl.load(cos + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    out = target + head[:, None] * HEAD_DIM
+    tl.store(out + half[None, :], (first * c - second * s).to(DTYPE), mask=here)
+    tl.store(out + HALF + half[None, :], (second * c + first * s).to(DTYPE), mask=here)
+    if ROTARY < HEAD_DIM:
+        others = _normed(others, factor, weight + rest, in_rest, NORM, UNIT_OFFSET, DTYPE)
+        tl.store(out + rest[None, :], others.to(DTYPE), mask=rest_here)
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    query, query_row_stride, query_head_stride, key, key_row_stride, key_head_stride,
+    value, value_row_stride, value_head_stride, query_weight, key_weight, eps, cos, cos_stride, sin, sin_stride,
+    out, key_cache, value_cache, cache_index,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (t, p): some of row t's query heads, or some of its key heads and the value heads beside them."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    cos_row, sin_row = cos + row * cos_stride, sin + row * sin_stride
+    if part < QUERY_PARTS:
+        _rotate_heads(
+            query + row * query_row_stride, query_head_stride, query_weight, eps, cos_row, sin_row,
+            out + row * (HEADS * HEAD_DIM), HEADS, part * BLOCK_H,
+            NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        first_head = (part - QUERY_PARTS) * BLOCK_H
+        target = tl.load(cache_index + row) * (KV_HEADS * HEAD_DIM)
+        _rotate_heads(
+            key + row * key_row_stride, key_head_stride, key_weight, eps, cos_row, sin_row,
+            key_cache + target, KV_HEADS, first_head,
+            NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        head = first_head + tl.arange(0, BLOCK_H)
+        dim = tl.arange(0, BLOCK_D)
+        here = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+        source = value + row * value_row_stride + head[:, None] * value_head_stride + dim[None, :]
+        values = tl.load(source, mask=here, other=0.0)
+        tl.store(value_cache + target + head[:, None] * HEAD_DIM + dim[None, :], values, mask=here)
+
+
+def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
+                          value_cache: Tensor, cache_index: Tensor,
+                          norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
+    num_rows, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if any(tensor.stride(2) != 1 for tensor in (query, key, value)):
+        raise ValueError("each head's values must lie side by side")
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_rows == 0:
+        return out
+    rotary = cos.shape[1]
+    parts = triton.cdiv(heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)
+    _rope_kernel[(num_rows, parts)](
+        query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2],
+        norm.query_weight if norm else cos, norm.key_weight if norm else cos, float(norm.eps) if norm else 0.0,
+        cos, cos.stride(0), sin, sin.stride(0), out, key_cache, value_cache, cache_index,
+        NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, HEADS=heads, KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim), num_warps=2,
+    )  # fmt: skip
+    return out
