@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import AutoConfig
 
 from runner.attention.backend import AttentionBackend
 from runner.config import RunnerConfig
@@ -21,7 +20,7 @@ from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.kv_cache import KVCache
 from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
 from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
-from runner.model import Model, load_model
+from runner.model import Model, load_model, read_model_config
 from runner.sampler import Logprobs
 from runner.scheduler import Scheduler
 from runner.sequence import Key, Request, Sequence
@@ -90,7 +89,7 @@ class Engine:
         device = choose_device(config)
         path = config.model if config.model is not None else str(default_model_path(progress))
         progress(f"loading {path}")
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        hf_config = read_model_config(config, path)
         model, hf = load_model(config, path, device, choose_dtype(config, hf_config.get_text_config()))
         backend = make_backend(config, model)
         limits = choose_limits(config, model)

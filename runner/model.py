@@ -104,6 +104,15 @@ class _Head:
         return logits
 
 
+def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
+    """The model's own configuration. Raises `UnsupportedModel` where there is none that can be read."""
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"can't read the configuration of model {path!r}: {error}") from error
+    return hf_config
+
+
 def load_model(
     config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[Model, PreTrainedModel]:
@@ -112,10 +121,7 @@ def load_model(
     Raises:
         UnsupportedModel
     """
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"can't read the configuration of model {path!r}: {error}") from error
+    hf_config = read_model_config(config, path)
     _refuse_moving_rope(hf_config.get_text_config())
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
     try:

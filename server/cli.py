@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server import serve_command
+from server import serve_command, verify_command
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,10 @@ class Command:
     """Returns the exit status. Imports what it needs itself, so that `--help` stays quick."""
 
 
-COMMANDS = (Command("serve", "serve a model over HTTP", serve_command.add_arguments, serve_command.run),)
+COMMANDS = (
+    Command("serve", "serve a model over HTTP", serve_command.add_arguments, serve_command.run),
+    Command("verify", "compare a model with transformers", verify_command.add_arguments, verify_command.run),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator
+from typing import NoReturn
 
 import uvicorn
 import uvloop
@@ -62,7 +63,11 @@ def serve(config: ServerConfig) -> int:
     _configure_logging(config.log_level)
     _raise_file_limit()
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        return loop.run(_Server(config, listener).run())
+        server = _Server(config, listener)
+        status = loop.run(server.run())
+        if server.is_importing:
+            _leave(status)  # The thread would be waited for; a signal that comes while loading is to be obeyed now.
+        return status
 
 
 class _Http(uvicorn.Server):
@@ -87,6 +92,8 @@ class _Server:
         self._lifecycle = Lifecycle(self._engine, ready_seconds=config.ready_seconds, live_seconds=config.live_seconds)
         self._runner: RunnerProcess | None = None
         self._stop = asyncio.Event()
+        self.is_importing = False
+        """Whether the thread that imports the tokenizer's library is at it."""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -141,7 +148,7 @@ class _Server:
     async def _load(self, app: FastAPI) -> bool:
         """Wait for the model, then give the routes what they work with. False if that is not possible with this model
         and configuration; a dead runner is somebody else's business."""
-        importing = asyncio.create_task(asyncio.to_thread(_import_transformers))
+        importing = asyncio.create_task(asyncio.to_thread(self._import_transformers))
         try:
             model = await self._engine.wait_ready()
         except EngineFailed:
@@ -159,6 +166,13 @@ class _Server:
         self._lifecycle.loaded = True
         print(self._greeting(), flush=True)
         return True
+
+    def _import_transformers(self) -> None:
+        """Called in a thread. Takes two seconds, in which the runner loads the model."""
+        self.is_importing = True
+        from transformers import AutoTokenizer  # noqa: F401 - only the tokenizer is wanted of it
+
+        self.is_importing = False
 
     def _services(self, model: ModelInfo) -> Services:
         """Called in a thread."""
@@ -209,8 +223,7 @@ class _Server:
         if self._runner is not None:
             self._runner.kill()
         self._engine.remove_folder()
-        logging.shutdown()
-        os._exit(EXIT_FAILED)
+        _leave(EXIT_FAILED)
 
     def _greeting(self) -> str:
         host, port = self._listener.getsockname()[:2]
@@ -224,9 +237,11 @@ class _Server:
         return f"Intarsia is ready and serves {name}. Try: {curl}"
 
 
-def _import_transformers() -> None:
-    """Takes two seconds, in which the runner loads the model. Only the tokenizer is wanted of it."""
-    from transformers import AutoTokenizer  # noqa: F401
+def _leave(status: int) -> NoReturn:
+    """End the process without waiting for its threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _configure_logging(level: str) -> None:

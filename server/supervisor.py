@@ -28,7 +28,7 @@ class RunnerProcess:
             *config.runner_command,
             config.runner_config(address).to_json(),
             stdin=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=environment(),
             start_new_session=True,
         )
         return cls(process)
@@ -53,7 +53,7 @@ class RunnerProcess:
             self._process.kill()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours; and where the package is run from a checkout that is not installed, the way to it, since the runner's
     Python does not look into the current folder."""
     environment = dict(os.environ)

@@ -112,6 +112,7 @@ def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, cos: Tensor
         cos, cos.stride(0), sin, sin.stride(0), out, key_cache, value_cache, cache_index,
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, HEADS=heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim), num_warps=2,
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=2,
     )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.bench_kernels                    every case
     python -m tests.gpu.bench_kernels --only decode      cases whose name begins so
-    python -m tests.gpu.bench_kernels --sweep            attention under other tiles too, the best last
+    python -m tests.gpu.bench_kernels --sweep            attention under other tiles instead, the best five, best last
 
 A case is captured in one CUDA graph over as many copies of its data as it takes to overflow the L2 cache (a model's
 layers do the same), so that neither the launches nor the cache flatter it. `us` is the median per call.
@@ -24,11 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from runner.attention.backend import AttentionBatch
 from runner.attention.triton_attention import Tiles, TritonAttention
+from runner.kernels.activation_triton import gated_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
 from runner.kernels.prepare import SLOTS, STARTS
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
+from runner.kernels.rms_norm_triton import add_rms_norm_triton
+from runner.kernels.rope_triton import rope_and_write_triton
 from runner.slots import SlotState, StepInputs
 
 BYTES_PER_SECOND = 4.3e12
@@ -274,17 +277,58 @@ def cache_write_cases() -> Iterator[Case]:
         yield Case("write_kv", {"rows": rows}, bytes=2 * 2 * rows * 8 * 128 * 2, flops=0, make=make)
 
 
-FAMILIES = (decode_cases, prefill_cases, sdpa_cases, gather_cases, gumbel_cases, prepare_cases, cache_write_cases)
+def fused_cases() -> Iterator[Case]:
+    """Pieces of a layer of the Llama shape, at decode and prefill sizes."""
+    hidden, intermediate = 4096, 14_336
+    for rows in (1, 32, 256, 8192):
 
-DECODE_SWEEP = [Tiles(16, n, w, s) for n in (32, 64, 128) for w in (2, 4, 8) for s in (2, 3, 4)]
-PREFILL_SWEEP = [Tiles(m, n, w, s) for m in (64, 128) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3)]
+        def make_norm(rows: int = rows) -> Callable[[], object]:
+            x, residual = torch.randn(2, rows, hidden, device=CUDA, dtype=BF16)
+            weight = torch.randn(hidden, device=CUDA, dtype=BF16)
+            return lambda: add_rms_norm_triton(x, residual, weight, 1e-5)
+
+        def make_gated(rows: int = rows) -> Callable[[], object]:
+            gate_up = torch.randn(rows, 2 * intermediate, device=CUDA, dtype=BF16)
+            return lambda: gated_triton(gate_up, "silu")
+
+        def make_rope(rows: int = rows) -> Callable[[], object]:
+            q, k, v = torch.split(torch.randn(rows, 48, 128, device=CUDA, dtype=BF16), [32, 8, 8], dim=1)
+            cos, sin = torch.randn(2, rows, 128, device=CUDA, dtype=BF16)
+            caches = [torch.zeros(rows // 16 + 2, 16, 8, 128, device=CUDA, dtype=BF16) for _ in range(2)]
+            index = 16 + torch.randperm(rows, device=CUDA)
+            return lambda: rope_and_write_triton(q, k, v, cos, sin, caches[0], caches[1], index)
+
+        yield Case("add_rms_norm", {"rows": rows}, bytes=4 * rows * hidden * 2, flops=0, make=make_norm)
+        yield Case("gated", {"rows": rows}, bytes=3 * rows * intermediate * 2, flops=0, make=make_gated)
+        yield Case("rope_and_write", {"rows": rows}, bytes=2 * rows * 49 * 128 * 2, flops=0, make=make_rope)
 
 
-def sweep() -> None:
-    for shape, batch in ((LLAMA, 32), (LLAMA, 256), (QWEN, 1), (QWEN, 64), (GEMMA, 32)):
-        _sweep(shape, [1] * batch, [1023] * batch, 1024, "decode_tiles", DECODE_SWEEP)
-    for shape, rows in ((LLAMA, 8192), (QWEN, 2048), (GEMMA, 8192)):
-        _sweep(shape, [rows], [0], rows, "prefill_tiles", PREFILL_SWEEP)
+FAMILIES = (
+    decode_cases,
+    prefill_cases,
+    sdpa_cases,
+    gather_cases,
+    gumbel_cases,
+    prepare_cases,
+    cache_write_cases,
+    fused_cases,
+)
+
+DECODE_SWEEP = [Tiles(16, n, w, s) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)]
+PREFILL_SWEEP = [
+    Tiles(m, n, w, s)
+    for m, n, w in ((64, 64, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+    for s in (2, 3)
+]
+
+
+def sweep(only: str) -> None:
+    if "decode".startswith(only):
+        for shape, batch in ((LLAMA, 32), (LLAMA, 256), (QWEN, 1), (QWEN, 64), (GEMMA, 32)):
+            _sweep(shape, [1] * batch, [1023] * batch, 1024, "decode_tiles", DECODE_SWEEP)
+    if "prefill".startswith(only):
+        for shape, rows in ((LLAMA, 8192), (QWEN, 2048), (GEMMA, 8192)):
+            _sweep(shape, [rows], [0], rows, "prefill_tiles", PREFILL_SWEEP)
 
 
 def _sweep(shape: Shape, rows: list[int], before: list[int], longest: int, kind: str, tiles: list[Tiles]) -> None:
@@ -315,12 +359,13 @@ def _sweep(shape: Shape, rows: list[int], before: list[int], longest: int, kind:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--sweep", action="store_true", help="attention under other tiles")
+    parser.add_argument("--sweep", action="store_true", help="attention under other tiles instead")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     if args.sweep:
-        sweep()
+        sweep(args.only)
+        return
     for family in FAMILIES:
         # Inputs of a family's cases may be shared: they are made when it is asked for, and dropped after it.
         for case in family():

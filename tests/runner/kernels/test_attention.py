@@ -235,6 +235,44 @@ def test_long_sequences_beside_short_ones_are_split(triton_device: torch.device,
     assert_close(run_triton(query, batch, case, triton_device), dense(query, case, sequences), case.dtype)
 
 
+@pytest.mark.parametrize(
+    ("captured", "replayed", "num_decodes"),
+    [
+        (((1, 99), (1, 0), (1, 40)), ((1, 5), (1, 98), (1, 99)), 3),
+        (((1, 99), (20, 0), (9, 60)), ((30, 2), (1, 7), (1, 99)), 2),
+    ],
+    ids=["decode", "mixed"],
+)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_replays_another_schedule(captured: Any, replayed: Any, num_decodes: int) -> None:
+    cases = [Case(e, padding=40 - sum(rows for rows, _ in e), window=60) for e in (captured, replayed)]
+    device = torch.device("cuda")
+    query, batch, _ = make_batch(cases[0], 1)
+    other_query, other, sequences = make_batch(cases[1], 2)
+    backend = TritonAttention()
+    tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    key_cache, value_cache, there = batch.key_caches[0].to(device), batch.value_caches[0].to(device), query.to(device)
+    static = AttentionBatch(**{**vars(batch), **tensors, "num_decodes": num_decodes})
+
+    def attend() -> Tensor:
+        return backend.attend(there, key_cache, value_cache, static, **cases[0].options())
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for name, tensor in tensors.items():
+        tensor.copy_(getattr(other, name))
+    key_cache.copy_(other.key_caches[0])
+    value_cache.copy_(other.value_caches[0])
+    there.copy_(other_query)
+    graph.replay()
+    case = cases[1]
+    assert_close(out[: case.num_rows].cpu(), dense(other_query[: case.num_rows], case, sequences), case.dtype)
+    assert not out[case.num_rows :].any()
+
+
 def test_the_number_of_splits() -> None:
     def splits(programs: int, max_seq_len: int) -> tuple[int, int]:
         return _num_splits(programs, max_seq_len, 64)

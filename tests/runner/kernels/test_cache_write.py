@@ -14,16 +14,16 @@ SHAPES = [(1, 1, 64), (7, 3, 80), (20, 8, 128), (5, 2, 256), (4, 20, 128)]
 
 def make_case(rows: int, heads: int, head_dim: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     torch.manual_seed(rows * heads)
-    if layout == "heads first":  # [1, H, T, D], as rope leaves it
-        key, value = (torch.randn(1, heads, rows, head_dim).to(dtype)[0].transpose(0, 1) for _ in range(2))
-    else:  # slices of a merged projection: rows further apart than a row is long
-        qkv = torch.randn(rows, 3 * heads, head_dim).to(dtype)
-        key, value = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    # As rope leaves them, [1, H, T, D]; or slices of a merged projection: rows further apart than a row is long.
+    heads_first = torch.randn(2, heads, rows, head_dim).to(dtype).transpose(1, 2)
+    merged = torch.randn(rows, 3 * heads, head_dim).to(dtype)
+    key = heads_first[0] if layout != "merged" else merged[:, heads : 2 * heads]
+    value = heads_first[1] if layout == "heads first" else merged[:, 2 * heads :]
     key_cache, value_cache = (torch.randn(5, 16, heads, head_dim).to(dtype) for _ in range(2))
     return key, value, key_cache, value_cache, torch.randperm(5 * 16)[:rows]
 
 
-@pytest.mark.parametrize("layout", ["heads first", "merged"])
+@pytest.mark.parametrize("layout", ["heads first", "merged", "only the key rotated"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_write_is_a_loop_over_rows(shape: tuple[int, int, int], layout: str) -> None:
     key, value, key_cache, value_cache, cache_index = make_case(*shape, layout, torch.float32)
@@ -36,7 +36,7 @@ def test_write_is_a_loop_over_rows(shape: tuple[int, int, int], layout: str) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["heads first", "merged"])
+@pytest.mark.parametrize("layout", ["heads first", "merged", "only the key rotated"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_write_kernel(
     shape: tuple[int, int, int], layout: str, dtype: torch.dtype, triton_device: torch.device

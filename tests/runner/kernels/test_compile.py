@@ -118,6 +118,6 @@ def test_the_fused_pieces_of_models_compile(dtype: torch.dtype, compiled: list[A
     assert_fit(compiled, 6)
     compiled.clear()
     for case in test_rope.CASES:
-        args, norm = test_rope.make_args(case, dtype)
-        rope_and_write_triton(*args, norm)
+        (q, k, v, cos, sin, keys, values, index), norm = test_rope.make_args(case, dtype)
+        rope_and_write_triton(q, k, v, cos, sin, keys, values, index, norm)
     assert_fit(compiled, len(test_rope.CASES))
