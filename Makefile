@@ -63,8 +63,8 @@ matrix: $(STAMP) ## run the whole parity matrix (long)
 fuzz: $(STAMP) ## run the fuzz tests at full length (long)
 	$(PY) -m pytest --long -m fuzz $(ARGS)
 
-gpu-test: $(STAMP) ## run the tests that need a CUDA device (VENV= PYTHON=python3 uses the machine's own torch)
-	$(PY) -m pytest tests/gpu $(ARGS)
+gpu-test: $(STAMP) ## run what a CUDA device can test (VENV= PYTHON=python3 uses the machine's own torch)
+	$(PY) -m pytest tests/gpu tests/runner/kernels $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(PY) -m ruff check .
@@ -82,8 +82,8 @@ check: lint types test ## lint, types and test
 bench: $(STAMP) ## measure the server on this machine's CPU
 	$(PY) -m tests.bench.cpu $(ARGS)
 
-gpu-bench: $(STAMP) ## measure the server on this machine's GPU
-	$(PY) -m tests.bench.gpu $(ARGS)
+gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
+	$(PY) -m tests.gpu.bench_kernels $(ARGS)
 
 clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
 	rm -rf .venv .venv-min build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -369,10 +369,8 @@ def _summarise(cells: list[Cell], dtype: torch.dtype, say: Say) -> bool:
     say()
     if ties:
         largest = max(tie.gap for tie in ties)
-        say(
-            "tie@n: the answer leaves the reference at token n, where rounding decides: the reference prefers its own by"
-        )
-        say(f"less than {TOLERANCE[dtype]} σ (standard deviations of the logits); here by {largest:.2g} σ at most.")
+        say("tie@n: the answer leaves the reference at token n, where rounding decides: the reference prefers its own")
+        say(f"by less than {TOLERANCE[dtype]} σ (standard deviations of the logits); here by {largest:.2g} σ at most.")
     if wrong:
         say("FAIL@n: the answer leaves the reference at token n. Among them:")
         for difference in list(dict.fromkeys(wrong))[:SHOWN]:

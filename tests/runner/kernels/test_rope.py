@@ -39,9 +39,10 @@ CASES = [
 
 def make_args(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], HeadNorm | None]:
     torch.manual_seed(case.rows * case.heads)
-    qkv = torch.randn(case.rows, case.heads + 2 * case.kv_heads, case.head_dim).to(dtype)
-    sizes = [case.heads, case.kv_heads, case.kv_heads]
-    query, key, value = torch.split(qkv, sizes, dim=1)
+    # Three layouts: heads first, a slice of a merged projection, contiguous.
+    query = torch.randn(case.heads, case.rows, case.head_dim).to(dtype).transpose(0, 1)
+    key = torch.randn(case.rows, 3 * case.kv_heads, case.head_dim).to(dtype)[:, : case.kv_heads]
+    value = torch.randn(case.rows, case.kv_heads, case.head_dim).to(dtype)
     angles = torch.rand(case.rows, case.rotary_dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, dim=1).to(dtype) for f in (torch.cos, torch.sin))
     key_cache, value_cache = torch.randn(2, 4, 16, case.kv_heads, case.head_dim).to(dtype)
