@@ -78,6 +78,7 @@ def test_a_full_queue_is_429(llama: Path, tmp_path: Path) -> None:
         assert third.response.status == 429
         assert third.response.getheader("Retry-After")
         assert json.loads(third.response.read())["error"]["code"]
+        third.close()
         running.close()
         queued.close()
         eventually(server.is_idle, 10)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -78,10 +79,12 @@ class Harness:
             **overrides,
         }
         if num_blocks is not None:
-            settings["kv_cache_memory_bytes"] = num_blocks * _bytes_per_block(path, settings["block_size"])
+            block = _bytes_per_block(path, settings["block_size"], getattr(torch, settings["dtype"]))
+            settings["kv_cache_memory_bytes"] = num_blocks * block
         self.config = RunnerConfig(**settings)
         self.answers: dict[tuple[int, int], Answer] = defaultdict(Answer)
-        self.engine = Engine.load(self.config, self._emit)
+        with _seeded():
+            self.engine = Engine.load(self.config, self._emit)
         assert num_blocks in (None, self.engine.info.num_blocks)
         self._count = 0
 
@@ -95,7 +98,7 @@ class Harness:
         digests = b""
         for piece in prompt if isinstance(prompt, tuple) else (prompt,):
             if isinstance(piece, Tensor):
-                data = piece.to(self.engine.model.dtype).contiguous().view(torch.uint8).numpy()
+                data = piece.to(self.engine.model.dtype).cpu().contiguous().view(torch.uint8).numpy()
                 spans.append(Span(len(ids), len(data)))
                 frames.append(memoryview(data.tobytes()))
                 digests += b"".join(blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in data)
@@ -145,14 +148,14 @@ class Harness:
         self.run()
         return self.answer(number)
 
-    def assert_empty(self) -> None:
-        """Every slot and block has come back."""
+    def assert_empty(self, *, rows: bool = True) -> None:
+        """Every slot and block has come back, and the memory of the prompts' embeddings."""
         scheduler = self.engine.scheduler
         assert scheduler.pool.num_used == 0
         assert scheduler.num_running == 0
         assert sorted(scheduler.table.free) == list(range(self.engine.limits.max_num_seqs))
         assert not scheduler.requests and not scheduler.waiting and scheduler.num_in_flight == 0
-        assert self.engine.stats().row_bytes == 0
+        assert not rows or self.engine.stats().row_bytes == 0
 
     def fill_with_garbage(self, *, cache: bool) -> None:
         """What an idle engine's earlier life may have left in its slots and buffers, at its worst: a value read before
@@ -161,8 +164,20 @@ class Harness:
         `cache`: the cached keys and values as well. Prefixes are then found and wrong, so ask under a new salt.
         """
         assert not self.engine.has_work
-        device, vocab_size = self.engine.device, self.engine.model.vocab_size
-        device.slots.fill_with_garbage(vocab_size, device.cache.num_blocks)
+        with _seeded():
+            self._fill_device_with_garbage()
+            if cache:
+                self.engine.device.cache.fill_with_garbage()
+        table, random = self.engine.scheduler.table, np.random.default_rng(0)
+        table.token_ids[:] = random.integers(0, self.engine.model.vocab_size, table.token_ids.shape)
+        table.stop_ids[:] = random.integers(0, self.engine.model.vocab_size, table.stop_ids.shape)
+        table.blocks[:] = random.integers(0, self.engine.info.num_blocks, table.blocks.shape)
+        for counter in (table.num_blocks, table.length, table.computed, table.known, table.prompt_len, table.limit):
+            counter[:] = random.integers(0, self.engine.limits.max_model_len, counter.shape)
+
+    def _fill_device_with_garbage(self) -> None:
+        device = self.engine.device
+        device.slots.fill_with_garbage(self.engine.model.vocab_size, device.cache.num_blocks)
         device.sampling.floats.uniform_(0.2, 1.8)
         device.sampling.ints.random_(1, 1000)
         device.rows.fill_(math.nan)
@@ -172,15 +187,6 @@ class Harness:
             buffer.random_()
         inputs.is_token_ids.random_(2)
         inputs.samples.random_(2)
-        table = self.engine.scheduler.table
-        random = np.random.default_rng(0)
-        table.token_ids[:] = random.integers(0, vocab_size, table.token_ids.shape)
-        table.blocks[:] = random.integers(0, device.cache.num_blocks, table.blocks.shape)
-        table.stop_ids[:] = random.integers(0, vocab_size, table.stop_ids.shape)
-        for counter in (table.num_blocks, table.length, table.computed, table.known, table.prompt_len, table.limit):
-            counter[:] = random.integers(0, self.engine.limits.max_model_len, counter.shape)
-        if cache:
-            device.cache.fill_with_garbage()
 
     def _emit(self, worker: int, output: StepOutput) -> None:
         assert worker == 0
@@ -209,8 +215,15 @@ class Harness:
         answer.prompt_logprobs += part.entries
 
 
-def _bytes_per_block(path: Path, block_size: int) -> int:
-    """Of a tiny model in fp32."""
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Garbage is the same in every run."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _bytes_per_block(path: Path, block_size: int, dtype: torch.dtype) -> int:
     config = AutoConfig.from_pretrained(path).get_text_config()
     shapes = [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
-    return bytes_per_block(shapes, block_size, torch.float32)
+    return bytes_per_block(shapes, block_size, dtype)

@@ -160,7 +160,7 @@ MUTATIONS = (
         prepare,
         "prepare_inputs_reference",
         (("new_block > 0", "new_block < 0"),),
-        trials.embeds_decoding_together,
+        trials.crowd_of_both_kinds,
     ),
     Mutation(
         "chunk_starts_at_its_spans_start",

@@ -342,7 +342,6 @@ def test_a_context_longer_than_the_models(path: Path) -> None:
         load(path, max_model_len=AutoConfig.from_pretrained(path).max_position_embeddings + 1)
 
 
-@pytest.mark.xfail(raises=ValueError, reason="Engine.load reads the configuration outside of load_model's handler")
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="config"):
         load(tmp_path)
