@@ -189,6 +189,8 @@ class Engine:
         for end in ended:
             request = end.sequence.request
             output(end.sequence).ends.append(End(request.key[1], end.sequence.choice, end.reason, end.stop_token))
+        # Once a request: siblings often end in the same step.
+        for request in {end.sequence.request for end in ended}:
             self._release_rows(request)
         for worker, message in outputs.items():
             self._emit(worker, message)

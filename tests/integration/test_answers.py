@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from transformers import AutoTokenizer
 
 from tests.integration.real_server import RealServer, as_npy, as_safetensors, as_torch_file
@@ -45,8 +47,13 @@ def test_text_ids_and_embeddings_answer_alike(server: RealServer, llama: Path) -
             assert body["usage"]["completion_tokens"] == TOKENS
 
 
-def test_openai_client(server: RealServer, llama: Path) -> None:
-    client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def client(server: RealServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_client(client: openai.OpenAI, llama: Path) -> None:
     ids = clear_prompt(llama, 21, seed=3, max_new_tokens=TOKENS)
     expected = reference(llama, ids)
     rows = as_torch_file(embed(llama, ids))
@@ -73,8 +80,7 @@ def test_openai_client(server: RealServer, llama: Path) -> None:
     assert client.models.retrieve("m").id == "m"
 
 
-def test_chat_is_the_template_s_prompt(server: RealServer, llama: Path) -> None:
-    client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+def test_chat_is_the_template_s_prompt(client: openai.OpenAI, llama: Path) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is the answer?"}]
     encoding = AutoTokenizer.from_pretrained(llama).apply_chat_template(messages, add_generation_prompt=True)
     ids = list(encoding["input_ids"] if hasattr(encoding, "keys") else encoding)
@@ -92,12 +98,11 @@ def test_chat_is_the_template_s_prompt(server: RealServer, llama: Path) -> None:
 
 def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama: Path) -> None:
     """Compared by token ids: the text of random ids may begin with the rest of a character that the prompt began."""
-    client = openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
     prompts = [clear_prompt(llama, 5 + 3 * i, seed=i, max_new_tokens=TOKENS) for i in range(8)]
     expected = [hf_generate(llama, ids, TOKENS, ignore_eos=True) for ids in prompts]
     common: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0}
 
-    async def ask(i: int) -> list[int]:
+    async def ask(client: openai.AsyncOpenAI, i: int) -> list[int]:
         ids = prompts[i % 8]
         body: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
         if i % 4 > 1:
@@ -110,15 +115,14 @@ def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama:
     def ids_of(completion: Any) -> list[int]:
         return list(completion.choices[0].token_ids)
 
-    async def crowd() -> list[list[int]]:
-        return await asyncio.gather(*(ask(i) for i in range(32)))
+    async def crowd_and_alone() -> tuple[list[list[int]], list[list[int]]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+            crowd = await asyncio.gather(*(ask(client, i) for i in range(32)))
+            return crowd, [await ask(client, i) for i in range(8)]
 
-    async def one_by_one() -> list[list[int]]:
-        return [await ask(i) for i in range(8)]
-
-    assert asyncio.run(crowd()) == expected * 4
-    client = openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
-    assert asyncio.run(one_by_one()) == expected
+    crowd, alone = asyncio.run(crowd_and_alone())
+    assert crowd == expected * 4
+    assert alone == expected
 
 
 def test_siblings_share_the_prompt(server: RealServer, llama: Path) -> None:

@@ -46,6 +46,29 @@ def test_the_subset_has_every_triple() -> None:
     assert len(rows) < len(all_rows(AXES)) / 10
 
 
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_any_number_at_once(shelf: EngineShelf, count: int) -> None:
+    """Accuracy does not fall with concurrency."""
+    harness = shelf.engine("llama", max_num_seqs=64, max_num_batched_tokens=96, async_scheduling=True)
+    harness.fill_with_garbage(cache=True)
+    samples = [sample(shelf.path("llama"), 5 + i % 8 * 4, seed=i // 32) for i in range(count)]
+    prompts = [(s.ids, s.rows, s.pieces(seed=i))[i % 3] for i, s in enumerate(samples)]
+    numbers = [harness.add(prompt, salt=f"{count} at once") for prompt in prompts]
+    harness.run()
+    assert [harness.tokens(number) for number in numbers] == [s.tokens for s in samples]
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_answers(shelf: EngineShelf, family: Family) -> None:
+    """Many blocks and windows later."""
+    harness = shelf.engine(family, max_model_len=160, async_scheduling=True)
+    s = sample(shelf.path(family), 24, max_new_tokens=120)
+    numbers = [harness.add(prompt, 120) for prompt in (s.ids, s.rows, s.pieces(seed=0))]
+    harness.run()
+    assert [harness.tokens(number) for number in numbers] == [s.tokens] * 3
+
+
 # --- controls: what a mistake would look like, so that agreement means something -----------------------------------
 
 

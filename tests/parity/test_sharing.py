@@ -184,7 +184,6 @@ def test_siblings_go_on_without_the_first(shelf: EngineShelf) -> None:
     harness.assert_empty()
 
 
-@pytest.mark.xfail(reason="Engine._retire releases a request's rows once for each choice that ends in its last step")
 def test_siblings_that_end_together_give_their_rows_back_once(shelf: EngineShelf) -> None:
     harness = shelf.engine("llama", block_size=BLOCK)
     rows = embed(shelf.path("llama"), sample(shelf.path("llama"), 24).ids)

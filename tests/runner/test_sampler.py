@@ -330,6 +330,37 @@ def test_draws_of_one_seed_follow_the_distribution_over_the_positions() -> None:
     assert p_value(pairs, torch.outer(few, few).flatten()) > 0.001
 
 
+def test_entries_draw_with_what_their_own_slots_ask() -> None:
+    """Entries are packed, slots are not: a free slot lies between them."""
+    logits = random_logits(1).expand(2, -1)
+    requests = [params(temperature=1.0, seed=1, top_k=3), params(), params(temperature=2.0, seed=2)]
+    slots = make_slots([[1], [1, 2], [1, 2, 3]], [[], [], []])
+    state, asks = make_state(requests), Asks(filters=True)
+
+    def draw(*slot: int) -> list[int]:
+        entries = logits[: len(slot)].clone()
+        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, [], 3)]
+
+    assert draw(2, 0) == [*draw(2), *draw(0)]
+    for seed in range(20):
+        state.ints[2] = torch.tensor([seed, 0, seed + 100])  # the low words
+        assert draw(2, 0) == [*draw(2), *draw(0)]
+
+
+def test_the_choice_and_both_words_of_the_seed_count() -> None:
+    n = 200
+    logits = random_logits(1).expand(n, -1)
+    slots = make_slots([[1]] * n, [[]] * n)
+    state = make_state([params(temperature=1.5)] * n)
+    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), [], 1)
+    assert len(set(alone.tolist())) == 1
+    for field in range(1, 4):
+        other = make_state([params(temperature=1.5)] * n)
+        other.ints[field] = torch.arange(n)
+        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), [], 1)
+        assert len(set(draws.tolist())) > 15
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [9, 30]] = 1.0
