@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from runner.attention.backend import IMPLEMENTATION, AttentionBatch
 from runner.config import RunnerConfig
+from runner.packed_linear import can_pack, pack_linears
 
 
 class UnsupportedModel(Exception):
@@ -135,6 +136,8 @@ def load_model(
         raise UnsupportedModel(f"can't load model {path!r}: {error}") from error
     hf.eval().requires_grad_(False)
     hf.to(device)
+    if device.type == "cpu" and dtype == torch.bfloat16 and can_pack():
+        pack_linears(hf)
     return Model(hf, path), hf
 
 
