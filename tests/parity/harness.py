@@ -148,14 +148,14 @@ class Harness:
         self.run()
         return self.answer(number)
 
-    def assert_empty(self, *, rows: bool = True) -> None:
+    def assert_empty(self) -> None:
         """Every slot and block has come back, and the memory of the prompts' embeddings."""
         scheduler = self.engine.scheduler
         assert scheduler.pool.num_used == 0
         assert scheduler.num_running == 0
         assert sorted(scheduler.table.free) == list(range(self.engine.limits.max_num_seqs))
         assert not scheduler.requests and not scheduler.waiting and scheduler.num_in_flight == 0
-        assert not rows or self.engine.stats().row_bytes == 0
+        assert self.engine.stats().row_bytes == 0
 
     def fill_with_garbage(self, *, cache: bool) -> None:
         """What an idle engine's earlier life may have left in its slots and buffers, at its worst: a value read before

@@ -76,8 +76,7 @@ def test_crowd(shelf: EngineShelf, seed: int) -> None:
     for request in asked:
         _check(harness, request)
     assert harness.engine.stats().preemptions > preemptions
-    # TODO: rows as well, once siblings that end together give them back once (see test_sharing).
-    harness.assert_empty(rows=False)
+    harness.assert_empty()
 
 
 def _random_request(generator: random.Random, shelf: EngineShelf, family: Family, salts: list[str]) -> _Asked:
