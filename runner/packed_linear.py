@@ -35,3 +35,6 @@ def pack_linears(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
                 setattr(module, name, PackedLinear(child))
+    for parameter in model.parameters():
+        # What is left shares one mapping with the whole checkpoint: copied, so that the packed layers' originals go.
+        parameter.data = parameter.data.clone()
