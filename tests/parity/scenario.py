@@ -44,11 +44,9 @@ class Scenario:
     batch: int
 
     def __str__(self) -> str:
-        return "-".join(
-            (field.name if value else f"no_{field.name}") if isinstance(value, bool) else f"{field.name}={value}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        flags = {True: "{}", False: "no_{}"}
+        return "-".join(flags[v].format(k) if isinstance(v, bool) else f"{k}={v}" for k, v in values.items())
 
 
 @dataclass(frozen=True)
