@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from runner.attention.backend import AttentionBackend
 from runner.config import RunnerConfig
 from runner.default_model import default_model_path
@@ -219,8 +217,7 @@ class Engine:
     def _count(self, step: Step, sampled: int) -> None:
         self._counters.steps += 1
         self._counters.generated_tokens += sampled
-        counts = np.diff(step.starts)
-        self._counters.prompt_tokens += int(counts.sum()) - step.num_decodes
+        self._counters.prompt_tokens += step.prompt_rows
 
     @staticmethod
     def _logprobs_by_entry(launched: Launched) -> dict[int, TokenLogprobs]:

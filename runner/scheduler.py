@@ -208,11 +208,13 @@ class Scheduler:
         before = table.computed[slots]
         computed = before + counts
         reaches_end = computed == table.length[slots]
+        prompt_len = table.prompt_len[slots]
+        prompt_rows = int((np.minimum(computed, prompt_len) - np.minimum(before, prompt_len)).sum())
         samples = reaches_end & (table.length[slots] < table.limit[slots])
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        step = Step(slots, starts, computed, new_blocks, samples, table.length[slots].copy(), num_decodes, sequences,
-                    admissions)  # fmt: skip
+        step = Step(slots, starts, computed, new_blocks, samples, table.length[slots].copy(), num_decodes, prompt_rows,
+                    sequences, admissions)  # fmt: skip
         for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
         table.computed[slots] = computed

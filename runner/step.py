@@ -50,6 +50,8 @@ class Step:
     positions: NDArray[np.int32]
     """[E]: the position that the sampled token takes."""
     num_decodes: int
+    prompt_rows: int
+    """How many of the T rows are prompt rows."""
     sequences: list[Sequence]
     admissions: list[Admission]
     embedding_runs: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)

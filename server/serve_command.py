@@ -140,7 +140,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help=_with_default("auto: triton on CUDA, sdpa on the CPU", "auto"),
     )
-    add("--enforce-eager", action="store_true", help=_with_default("do not capture CUDA graphs", "off"))
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help=_with_default("never capture CUDA graphs; none are captured yet", "off"),
+    )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:

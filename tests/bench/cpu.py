@@ -1,7 +1,8 @@
 """`make bench`: the default model on this machine's CPU, beside Hugging Face `generate` in the same run.
 
 Prints one JSON line a figure: decode tokens/s at batch 1, 8 and 32 of both (alternating, medians of the rounds, with
-their ratio), the server's time from start to ready from a warm cache, and the proportional set size of its processes.
+their ratio), linear layers plain and packed for oneDNN, the server's time from start to ready from a warm cache, and
+the proportional set size of its processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.engine import Engine
 from runner.messages import Generate, SamplingParams
+from runner.packed_linear import PackedLinear
 from runner.sequence import Request
 from tests.server.harness import free_port
 
@@ -38,6 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = default_model_path()
     decode(path, arguments.batches, arguments.tokens, arguments.rounds)
+    linears()
     start(path)
 
 
@@ -103,6 +107,29 @@ def _theirs(hf: Any, batch: int, tokens: int) -> float:
     with torch.inference_mode():
         prefill = seconds(1)
         return batch * tokens / (seconds(tokens + 1) - prefill)
+
+
+@torch.inference_mode()
+def linears() -> None:
+    """µs a call of the default model's layer shapes, over enough copies of the weights to overflow the caches."""
+    for inputs, outputs in ((576, 1536), (1536, 576), (576, 49_152)):
+        copies = max(1, 60_000_000 // (inputs * outputs * 2))
+        plain = [torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16) for _ in range(copies)]
+        packed = [PackedLinear(layer) for layer in plain]
+        for rows in (1, 8, 32):
+            x = torch.randn(1, rows, inputs, dtype=torch.bfloat16)
+            figures = {"plain": _microseconds(plain, x), "packed": _microseconds(packed, x)}
+            report(figure="linear us", shape=[inputs, outputs], rows=rows, **figures)
+
+
+def _microseconds(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> int:
+    times = []
+    for _ in range(6):
+        began = time.perf_counter()
+        for layer in layers:
+            layer(x)
+        times.append((time.perf_counter() - began) / len(layers))
+    return round(statistics.median(times[1:]) * 1e6)
 
 
 def start(path: Path) -> None:

@@ -317,6 +317,18 @@ def test_stats_count(path: Path, prompt: Sample) -> None:
     assert stats.preemptions == 0
 
 
+@pytest.mark.parametrize("length", [1, 17, 33])
+def test_every_prompt_row_is_counted(tiny_model: Callable[[Family], Path], length: int) -> None:
+    """The last row of a prompt too, where it is all that is left: of a prompt of one row, of a last chunk, of a hit."""
+    path = tiny_model("llama")
+    harness = Harness(path, max_num_batched_tokens=8)
+    for computed in (length, length % 16 or 16):
+        before = harness.engine.stats().prompt_tokens
+        harness.add(random_prompt(length, seed=length), 4)
+        harness.run()
+        assert harness.engine.stats().prompt_tokens - before == computed
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
