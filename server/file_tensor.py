@@ -21,6 +21,10 @@ class EmbeddingError(ValueError):
     quotes nothing of the payload but sizes."""
 
 
+class TooManyRows(EmbeddingError):
+    """More rows than `max_rows`: of all refusals the one that means a prompt longer than the context."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowLimits:
     """What every prompt embedding must keep: rows of `hidden_size` values, 1 to `max_rows` of them."""
@@ -55,7 +59,7 @@ class RowLimits:
         if rows == 0:
             raise EmbeddingError("the prompt embedding has no rows")
         if rows > self.max_rows:
-            raise EmbeddingError(f"the prompt embedding has {rows} rows; at most {self.max_rows} are accepted")
+            raise TooManyRows(f"the prompt embedding has {rows} rows; at most {self.max_rows} are accepted")
         return rows
 
     @property

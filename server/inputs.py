@@ -12,6 +12,7 @@ from typing import Any
 
 from server.embeddings import EmbeddingError, decode_base64_embedding
 from server.errors import APIError, ContextLengthExceeded, InvalidRequest
+from server.file_tensor import TooManyRows
 from server.prompt import PromptRows
 from server.schemas import CompletionRequest
 from server.services import Services
@@ -132,6 +133,8 @@ async def _from_embedding(text: str, services: Services) -> Prompt:
             dtype=model.dtype,
             max_rows=model.max_model_len,
         )
+    except TooManyRows as error:
+        raise ContextLengthExceeded(f"prompt_embeds: {error}.", param="prompt_embeds") from None
     except EmbeddingError as error:
         raise _embedding_refused(str(error)) from None
     return Prompt(PromptRows.from_embedding(rows), "prompt_embeds")

@@ -170,7 +170,13 @@ def test_a_bad_body_is_a_4xx(server: RealServer, name: str) -> None:
 def test_a_prompt_longer_than_the_context(server: RealServer, llama: Path) -> None:
     ids = [5] * (MAX_POSITIONS + 1)
     with server.client() as client:
-        for prompt in ({"prompt": ids}, {"prompt_embeds": as_safetensors(embed(llama, ids[:MAX_POSITIONS]))}):
+        rows = embed(llama, ids)
+        for prompt in (
+            {"prompt": ids},
+            {"prompt_embeds": as_safetensors(rows[:MAX_POSITIONS])},
+            {"prompt_embeds": as_safetensors(rows)},
+            {"prompt_embeds": as_torch_file(rows)},
+        ):
             response = client.post("/v1/completions", json={"model": "m", **prompt})
             assert _assert_error(response, 400)["code"] == "context_length_exceeded"
 
