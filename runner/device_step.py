@@ -1,8 +1,8 @@
 """One step on the device: upload, prepare inputs, gather rows, forward, sample, move the slots on, download.
 
-Called by the engine loop with a `Step`. All device work of a step is one closure handed to the stream, so on CUDA it is
-queued and on the CPU deferred (`runner.stream`). One packed int32 upload a step carries the schedule and the
-newly admitted sequences; it happens in every step, so that no path can forget it. Nothing else is uploaded but the
+Called by the engine loop with a `Step`, in two halves: forward (upload to logits) and sampling. Each is one closure handed
+to the stream, so on CUDA it is queued and on the CPU deferred (`runner.stream`). One packed int32 upload a step carries
+the schedule and the newly admitted sequences; it happens in every step, so that no path can forget it. Nothing else is uploaded but the
 embedding rows of a prompt chunk. Sampled ids stay in the slots; the host gets a copy, a step late.
 """
 
@@ -48,6 +48,7 @@ class Launched:
 
     step: Step
     done: Event
+    staging: _Staging
     tokens: Tensor
     """[S] int64, host; entry i's sampled token."""
     logprobs: Logprobs | None = None
@@ -84,21 +85,24 @@ class DeviceStep:
         admitted = max_admitted_rows(max_model_len, max_num_batched_tokens)
         words = self._record_words + num_slots * (_HEADER + 1) + admitted + admitted // cache.block_size
         self.upload = torch.zeros(words, dtype=torch.int32, device=device)
+        self._record = self.upload[: self._record_words].view(3, -1)
         self._ring = [_Staging(words, max_num_batched_tokens, model, num_slots) for _ in range(STAGING_DEPTH)]
         self._launches = 0
+        self._logits = torch.empty(0, device=device)
+        """[E, vocab] float32: what the first half of a step leaves for the second."""
         if debug_checks:
             self.slots.fill_with_garbage(model.vocab_size, cache.num_blocks)
             self.rows.normal_()
             cache.fill_with_garbage()
 
-    def launch(self, step: Step) -> Launched:
-        """Hands a step to the device. Returns at once; `Launched.done` says when its results are on the host."""
+    def launch_forward(self, step: Step) -> Launched:
+        """Hands a step's first half to the device, up to the logits, and returns at once. Waits for nothing in flight,
+        so a token that the host must know before it can sample (a grammar's) holds up only the second half."""
         staging = self._ring[self._launches % STAGING_DEPTH]
         self._launches += 1
         if staging.done is not None:
             staging.done.wait()
         words = self._stage(staging, step)
-        asks, edits = self._asks_of(step)
         logprob_entries = [
             entry
             for entry in np.nonzero(step.samples)[0].tolist()
@@ -106,10 +110,15 @@ class DeviceStep:
         ]
         if self.debug_checks:
             staging.tokens.fill_(-(2**40))
-        launched = Launched(step, _NEVER, staging.tokens, logprob_entries=logprob_entries)
-        self.stream.run(lambda: self._run(launched, staging, words, asks, edits))
-        launched.done = staging.done = self.stream.record()
+        launched = Launched(step, _NEVER, staging, staging.tokens, logprob_entries=logprob_entries)
+        self.stream.run(lambda: self._forward(launched, staging, words))
         return launched
+
+    def launch_sampling(self, launched: Launched) -> None:
+        """Hands over the second half. `Launched.done` then says when the results are on the host."""
+        asks, edits = self._asks_of(launched.step)
+        self.stream.run(lambda: self._sample(launched, asks, edits))
+        launched.done = launched.staging.done = self.stream.record()
 
     # --- on the host, before the launch -----------------------------------------------------------------------------
 
@@ -162,7 +171,7 @@ class DeviceStep:
     # --- on the device ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _run(self, launched: Launched, staging: _Staging, words: int, asks: Asks, edits: list[LogitEdits]) -> None:
+    def _forward(self, launched: Launched, staging: _Staging, words: int) -> None:
         step = launched.step
         rows, entries = step.num_rows, step.num_entries
         self.upload[:words].copy_(staging.words[:words], non_blocking=True)
@@ -170,22 +179,24 @@ class DeviceStep:
             end = row + len(run)
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
         self._admit(step.admissions)
-
-        record = self.upload[: self._record_words].view(3, -1)
-        prepare_inputs(record, entries, rows, self.cache.block_size, self.slots, self.inputs)
+        prepare_inputs(self._record, entries, rows, self.cache.block_size, self.slots, self.inputs)
         if self.debug_checks:
             self._check_mask(step)
-        hidden = self._forward(step, record)
+        hidden = self._hidden(step)
+        self._logits = self.model.logits(hidden[self.inputs.last_rows[:entries]])
+        self._score_prompts(launched, hidden)
 
-        slot = record[SLOTS, :entries].long()
-        logits = self.model.logits(hidden[self.inputs.last_rows[:entries]])
+    @torch.inference_mode()
+    def _sample(self, launched: Launched, asks: Asks, edits: list[LogitEdits]) -> None:
+        step, logits = launched.step, self._logits
+        entries = step.num_entries
+        slot = self._record[SLOTS, :entries].long()
         raw = logits.clone() if launched.logprob_entries and (asks.penalties or edits) else logits
         tokens = sample(logits, slot, self.slots, self.sampling, asks, edits, int(step.positions.max()))
-        self._score_prompts(launched, hidden, slot)
         sampled = torch.zeros(self.num_slots, dtype=torch.int64, device=tokens.device)
         sampled[:entries] = tokens
-        advance_slots(record, entries, self.inputs, sampled, self.slots)
-        staging.tokens.copy_(sampled, non_blocking=True)
+        advance_slots(self._record, entries, self.inputs, sampled, self.slots)
+        launched.tokens.copy_(sampled, non_blocking=True)
         if launched.logprob_entries:
             asking = launched.logprob_entries
             top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
@@ -209,7 +220,7 @@ class DeviceStep:
             self.slots.block_table[slot, :blocks] = self.upload[None, at : at + blocks]
             at += blocks
 
-    def _forward(self, step: Step, record: Tensor) -> Tensor:
+    def _hidden(self, step: Step) -> Tensor:
         """[T, hidden]: the last hidden state of each row."""
         rows, inputs = step.num_rows, self.inputs
         ids, is_token = inputs.token_ids[:rows], inputs.is_token_ids[:rows]
@@ -223,8 +234,8 @@ class DeviceStep:
             key_caches=self.cache.keys,
             value_caches=self.cache.values,
             block_table=self.slots.block_table,
-            entry_slots=record[SLOTS],
-            entry_starts=record[STARTS],
+            entry_slots=self._record[SLOTS],
+            entry_starts=self._record[STARTS],
             seq_lens=inputs.seq_lens,
             positions=inputs.positions[:rows],
             cache_index=inputs.cache_index[:rows],
@@ -236,10 +247,11 @@ class DeviceStep:
         )
         return self.model.forward(embedded, inputs.positions[:rows], batch)
 
-    def _score_prompts(self, launched: Launched, hidden: Tensor, slot: Tensor) -> None:
+    def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:
             count = score.end - score.start
-            targets = self.slots.token_ids[slot[score.entry], score.start : score.end].long()
+            slot = self._record[SLOTS, score.entry].long()
+            targets = self.slots.token_ids[slot, score.start : score.end].long()
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)

@@ -154,7 +154,9 @@ class Engine:
         """
         step = self.scheduler.schedule()
         if step is not None:
-            self._launched.append(self.device.launch(step))
+            launched = self.device.launch_forward(step)
+            self.device.launch_sampling(launched)
+            self._launched.append(launched)
         # Nothing launched: the scheduler may be waiting for what is in flight.
         if self._launched and (step is None or len(self._launched) > self._depth):
             self._retire(self._launched.popleft())

@@ -318,7 +318,7 @@ def test_mutation_is_noticed(tiny_model: TinyModel, monkeypatch: MonkeyPatch, mu
 def test_staging_rewritten_too_early_is_noticed(tiny_model: TinyModel, monkeypatch: MonkeyPatch) -> None:
     """A page-locked buffer is filled again while its last copy is still on its way (#25279, #54269)."""
     monkeypatch.setattr(device_step, "STAGING_DEPTH", 1)
-    rewrite(monkeypatch, device_step.DeviceStep, "launch", ("staging.done.wait()", "pass"))
+    rewrite(monkeypatch, device_step.DeviceStep, "launch_forward", ("staging.done.wait()", "pass"))
     assert failure(trials.embeds_decoding_together, tiny_model) is not None
 
 
