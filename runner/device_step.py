@@ -183,7 +183,7 @@ class DeviceStep:
         if self.debug_checks:
             self._check_mask(step)
         hidden = self._hidden(step)
-        self._logits = self.model.logits(hidden[self.inputs.last_rows[:entries]])
+        self._logits = self.model.logits(hidden[self.inputs.last_rows[:entries]]).float()
         self._score_prompts(launched, hidden)
 
     @torch.inference_mode()
@@ -255,7 +255,7 @@ class DeviceStep:
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)
-                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last])
+                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last]).float()
                 parts.append(logprobs_of(logits, targets[first:last].clamp(min=0), score.top))
             joined = Logprobs(*(torch.cat([getattr(p, f) for p in parts]) for f in Logprobs.__dataclass_fields__))
             launched.prompt_logprobs.append((score, _to_host(targets), _logprobs_to_host(joined)))

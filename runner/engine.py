@@ -18,12 +18,12 @@ from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.kv_cache import KVCache
 from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
 from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
-from runner.model import Model, load_model, read_model_config
+from runner.model import Model, read_model_config
 from runner.sampler import Logprobs
 from runner.scheduler import Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
-from runner.trial import check_and_measure, make_backend
+from runner.trial import load_checked, measure
 
 Emit = Callable[[int, StepOutput], None]
 """(worker, what a step produced for it)"""
@@ -88,11 +88,11 @@ class Engine:
         path = config.model if config.model is not None else str(default_model_path(progress))
         progress(f"loading {path}")
         hf_config = read_model_config(config, path)
-        model, hf = load_model(config, path, device, choose_dtype(config, hf_config.get_text_config()))
-        backend = make_backend(config, model)
-        limits = choose_limits(config, model)
+        text_config = hf_config.get_text_config()
+        limits = choose_limits(config, int(text_config.max_position_embeddings), device)
+        model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
         progress("sizing the KV cache")
-        reserve = check_and_measure(model, hf, backend, limits, config.block_size)
+        reserve = measure(model, backend, limits, config.block_size)
         num_blocks = choose_num_blocks(config, model, limits, reserve)
         cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
         return Engine(model, cache, backend, limits, config, emit)

@@ -12,6 +12,8 @@ from runner.kv_cache import bytes_per_block
 from runner.model import Model
 
 CPU_KV_BYTES = 512 << 20
+MAX_BLOCKS = 1 << 18
+"""Beyond what all slots can use, where there is memory: the host keeps a record of each."""
 MIB = 1 << 20
 
 
@@ -44,12 +46,13 @@ def choose_dtype(config: RunnerConfig, hf_config: PretrainedConfig) -> torch.dty
     return dtype
 
 
-def choose_limits(config: RunnerConfig, model: Model) -> Limits:
-    cuda = model.device.type == "cuda"
-    max_model_len = config.max_model_len or model.max_positions
-    if max_model_len > model.max_positions:
+def choose_limits(config: RunnerConfig, max_positions: int, device: torch.device) -> Limits:
+    """`max_positions`: what the model was made for. Raises `BadConfiguration`."""
+    cuda = device.type == "cuda"
+    max_model_len = config.max_model_len or max_positions
+    if max_model_len > max_positions:
         raise BadConfiguration(
-            f"--max-model-len {max_model_len} is more than the model's own {model.max_positions} positions"
+            f"--max-model-len {max_model_len} is more than the model's own {max_positions} positions"
         )
     max_num_seqs = config.max_num_seqs or (256 if cuda else 64)
     max_num_batched_tokens = config.max_num_batched_tokens or max(max_num_seqs, 8192 if cuda else 512)
@@ -77,9 +80,11 @@ def choose_num_blocks(config: RunnerConfig, model: Model, limits: Limits, reserv
         budget, flag = int(total * config.gpu_memory_utilization) - (total - free) - reserve, "--gpu-memory-utilization"
     else:
         budget, flag = CPU_KV_BYTES, "--kv-cache-memory-bytes"
-    # No request can use more than every slot at full length.
     per_seq = -(-limits.max_model_len // config.block_size)
-    num_blocks = min(budget // block, limits.max_num_seqs * per_seq + 1)
+    all_slots = limits.max_num_seqs * per_seq + 1
+    # What slots can't use keeps prefixes, but on a CPU only where it was asked for: the memory is everybody's.
+    spare = model.device.type == "cuda" or config.kv_cache_memory_bytes is not None
+    num_blocks = min(budget // block, max(all_slots, MAX_BLOCKS) if spare else all_slots)
     if num_blocks < per_seq + 1:
         raise BadConfiguration(
             f"one request of --max-model-len {limits.max_model_len} needs {(per_seq + 1) * block / MIB:.0f} MiB of KV "

@@ -1,7 +1,7 @@
-"""The model: transformers' own modelling code, called with flattened rows and our attention.
+"""The model, called with flattened rows and our attention: fused where its kind is known, else as transformers wrote it.
 
-Built by the runner at start, called by `runner.device_step`. A model is refused at load, with the reason, when its head
-or its rope can't be driven this way; it is never run wrong.
+Built by `runner.trial` at start, called by `runner.device_step`. A model is refused at load, with the reason, when its
+head or its rope can't be driven this way; it is never run wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from runner.attention.backend import IMPLEMENTATION, AttentionBatch
 from runner.config import RunnerConfig
+from runner.decoder import Decoder
+from runner.fusion import NotFusable
 from runner.packed_linear import can_pack, pack_linears
 
 
@@ -31,22 +33,22 @@ class Model:
     def __init__(self, hf: PreTrainedModel, path: str) -> None:
         self.path = path
         self.config: PretrainedConfig = hf.config.get_text_config()
-        self._backbone: nn.Module = hf.base_model
+        self._backbone: nn.Module | None = hf.base_model
+        self._decoder: Decoder | None = None
         self._head = _Head(hf)
         self._embedding: nn.Module = hf.get_input_embeddings()
         weight = cast(Tensor, self._embedding.weight)
         self.vocab_size, self.hidden_size = weight.shape
-        self.embedding_table = weight.data if type(self._embedding) is nn.Embedding else None
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_shapes = _kv_shapes(hf)
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def embedding_table(self) -> Tensor | None:
+        return self._embedding.weight.data if type(self._embedding) is nn.Embedding else None
 
     @property
-    def max_positions(self) -> int:
-        return int(self.config.max_position_embeddings)
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden] rows, as the model's own embedding makes them (scaling included)."""
@@ -55,15 +57,29 @@ class Model:
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """[T, hidden] input rows and [T] int64 positions to [T, hidden] last hidden states."""
-        out = self._backbone(
+        if self._decoder is not None:
+            return cast(Tensor, self._decoder(rows, positions, batch))
+        return self._unfused(rows, positions, batch)
+
+    def _unfused(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        out = cast(nn.Module, self._backbone)(
             inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, attention_batch=batch
         )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] to [N, vocab] float32, with the model's own logit scale and cap."""
-        return self._head(hidden)[:, : self.vocab_size].float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, hidden] to [N, vocab] in the model's dtype, with the model's own logit scale and cap.
+
+        Args:
+            out: where the result goes ([N, vocab], contiguous); made anew where None.
+        """
+        if out is None:
+            out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype, device=self.device)
+        self._head(hidden, out)
+        return out
+
+    # --- at load ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def check_head(self, hf: PreTrainedModel, batch: AttentionBatch) -> None:
@@ -71,22 +87,51 @@ class Model:
 
         Heads differ between architectures in ways that no common attribute tells of (scales, caps, extra layers).
         """
-        count = len(batch.positions)
-        rows = self.embed(torch.arange(count, device=self.device) % self.vocab_size)
-        positions = batch.positions
-        ours = self.logits(self.forward(rows, positions, batch))
+        rows = self._trial_rows(batch)
+        ours = self.logits(self._unfused(rows, batch.positions, batch)).float()
         theirs = hf(
-            inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, attention_batch=batch
+            inputs_embeds=rows[None], position_ids=batch.positions[None], use_cache=False, attention_batch=batch
         ).logits[0, :, : self.vocab_size]
         spread = theirs.float().std().clamp(min=1e-6)
         if not bool(((ours - theirs.float()).abs() <= 0.05 * spread).all()):
             raise UnsupportedModel(f"{type(hf).__name__} changes its logits in a way that this server doesn't know")
 
+    @torch.inference_mode()
+    def adopt(self, decoder: Decoder, max_model_len: int, batch: AttentionBatch) -> None:
+        """Takes a rewritten decoder for its own, if it computes what the model does.
 
-class _Head:
+        Raises:
+            NotFusable: it doesn't.
+        """
+        rows = self._trial_rows(batch)
+        # At the last positions, where a rope kind that depends on the longest one is what the decoder froze it to.
+        positions = batch.positions + max(max_model_len - len(rows), 0)
+        ours, theirs = decoder(rows, positions, batch).float(), self._unfused(rows, positions, batch).float()
+        error = float((ours - theirs).norm() / theirs.norm())
+        if not error <= _ROUNDING[self.dtype]:
+            raise NotFusable(f"the rewritten layers differ from the model's by {error:.2g} of their norm")
+        self._decoder, self._backbone = decoder, None
+
+    def _trial_rows(self, batch: AttentionBatch) -> Tensor:
+        return self.embed(torch.arange(len(batch.positions), device=self.device) % self.vocab_size)
+
+    def pack(self) -> None:
+        """On a CPU that multiplies bfloat16 itself: lays the weights out for it. Call when nothing else holds the
+        transformers model, so that the plain weights go."""
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and can_pack():
+            body = self._decoder if self._decoder is not None else cast(nn.Module, self._backbone)
+            pack_linears(nn.ModuleList([body, self._head, self._embedding]))
+
+
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""How far, relative to the norm of all, two orders of the same sums may be apart after a model's depth."""
+
+
+class _Head(nn.Module):
     """lm_head with what the known families do to its output."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
         config = hf.config.get_text_config()
         self._lm_head = hf.get_output_embeddings()
         if self._lm_head is None:
@@ -96,13 +141,17 @@ class _Head:
         self._scale: float = getattr(config, "logit_scale", None) or 1.0
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._lm_head(hidden)
+    def forward(self, hidden: Tensor, out: Tensor) -> None:
+        """[N, hidden] to out: [N, vocab]; a head with more rows than the vocabulary is cut."""
+        lm_head = self._lm_head
+        if hidden.is_cuda and type(lm_head) is nn.Linear and getattr(lm_head, "bias", None) is None:
+            torch.mm(hidden, lm_head.weight[: out.shape[1]].t(), out=out)
+        else:
+            out.copy_(lm_head(hidden)[:, : out.shape[1]])
         if self._scale != 1.0:
-            logits = logits * self._scale
+            out.mul_(self._scale)
         if self._softcap is not None:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits
+            out.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
 def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
@@ -114,16 +163,13 @@ def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
     return hf_config
 
 
-def load_model(
-    config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype
-) -> tuple[Model, PreTrainedModel]:
-    """Loads (or, with load_format "dummy", makes) the model and returns it with the transformers module behind it.
+def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads (or, with load_format "dummy", makes) the transformers module.
 
     Raises:
         UnsupportedModel
     """
     hf_config = read_model_config(config, path)
-    _refuse_moving_rope(hf_config.get_text_config())
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
     try:
         if config.load_format == "dummy":
@@ -136,9 +182,7 @@ def load_model(
         raise UnsupportedModel(f"can't load model {path!r}: {error}") from error
     hf.eval().requires_grad_(False)
     hf.to(device)
-    if device.type == "cpu" and dtype == torch.bfloat16 and can_pack():
-        pack_linears(hf)
-    return Model(hf, path), hf
+    return hf
 
 
 def _dummy(
@@ -167,9 +211,9 @@ def _kv_shapes(hf: PreTrainedModel) -> list[tuple[int, int]]:
     return [(kv_heads, head_dim)] * int(config.num_hidden_layers)
 
 
-def _refuse_moving_rope(config: PretrainedConfig) -> None:
+def refuse_moving_rope(config: PretrainedConfig) -> None:
     """Some rope kinds pick their frequencies from the longest position of the whole batch: one request would change
-    another's answer."""
+    another's answer. (A fused model's are frozen at its longest position.)"""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for kind in kinds:

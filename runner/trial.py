@@ -1,18 +1,25 @@
-"""What is tried once, at load: which attention backend, that the head is the model's own, and what a full step needs.
+"""What is tried once, at load: which attention backend, that the model computes what transformers' own does, fused or
+not, and what a full step needs.
 
-Called by `Engine.load` before the KV cache exists.
+Called by `Engine.load` (and `runner.verify`) before the KV cache exists.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
-from transformers import PreTrainedModel
 
 from runner.attention.backend import AttentionBackend, AttentionBatch
 from runner.config import RunnerConfig
+from runner.fusion import NotFusable, fuse
 from runner.kv_cache import KVCache
 from runner.limits import BadConfiguration, Limits
-from runner.model import Model
+from runner.model import Model, load_model, refuse_moving_rope
+
+log = logging.getLogger(__name__)
+
+TRIAL_ROWS = 8
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
@@ -30,15 +37,32 @@ def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
     return SdpaAttention()
 
 
-def check_and_measure(
-    model: Model, hf: PreTrainedModel, backend: AttentionBackend, limits: Limits, block_size: int
-) -> int:
-    """Checks the model's head on a few rows and, on CUDA, returns the bytes that the largest step takes beyond weights
-    and cache."""
-    cuda = model.device.type == "cuda"
-    rows = 8
-    model.check_head(hf, trial_batch(model, backend, rows, block_size))
-    if not cuda:
+def load_checked(
+    config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype, max_model_len: int
+) -> tuple[Model, AttentionBackend]:
+    """Loads the model, checks that it is driven rightly, and fuses its layers where their kind is known.
+
+    Raises:
+        UnsupportedModel, BadConfiguration: fit for the operator.
+    """
+    hf = load_model(config, path, device, dtype)
+    model = Model(hf, path)
+    backend = make_backend(config, model)
+    batch = trial_batch(model, backend, TRIAL_ROWS, config.block_size)
+    model.check_head(hf, batch)
+    try:
+        model.adopt(fuse(hf, max_model_len), max_model_len, batch)
+    except NotFusable as reason:
+        refuse_moving_rope(model.config)
+        log.warning("%s runs unfused, as transformers wrote it: %s", type(hf).__name__, reason)
+    del hf
+    model.pack()
+    return model, backend
+
+
+def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int) -> int:
+    """On CUDA, the bytes that the largest step takes beyond weights and cache; elsewhere 0."""
+    if model.device.type != "cuda":
         return 0
     rows = limits.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -46,9 +70,9 @@ def check_and_measure(
     with torch.inference_mode():
         batch = trial_batch(model, backend, rows, block_size)
         token_ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        hidden = model.forward(model.embed(token_ids), batch.positions, batch)
+        hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, batch)
         # Raw logits, a filtered copy and the sampler's temporaries.
-        logits = model.logits(hidden[: limits.max_num_seqs])
+        logits = model.logits(hidden[: limits.max_num_seqs]).float()
         peak = torch.cuda.max_memory_allocated(model.device) - before
         peak = max(peak, 6 * logits.nbytes)
     del batch, token_ids, hidden, logits

@@ -29,9 +29,9 @@ from runner.engine import Engine
 from runner.kv_cache import KVCache
 from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, StepOutput
-from runner.model import Model, UnsupportedModel, load_model, read_model_config
+from runner.model import Model, UnsupportedModel, read_model_config
 from runner.sequence import Request
-from runner.trial import make_backend
+from runner.trial import load_checked
 
 LENGTHS = (24, 5, 17, 1, 37, 16, 31, 12)
 """Rows of the prompts: one, less than a block, whole blocks, more than three chunks."""
@@ -301,8 +301,7 @@ def verify(config: RunnerConfig, out: TextIO) -> bool:
         torch.cuda.empty_cache()
     distinct = len({token for one in expected for token in one.tokens})
     say(f"{len(expected)} prompts of 1 to {max(LENGTHS)} rows, {MAX_TOKENS} tokens each ({distinct} different ones)")
-    model, _ = load_model(config, path, device, dtype)
-    backend = make_backend(config, model)
+    model, backend = load_checked(config, path, device, dtype, MAX_MODEL_LEN)
 
     say()
     say(_line(["overlap", "chunks", "preempted", "cached", *(f"{kind} ×{n}" for kind, n in _columns())]))

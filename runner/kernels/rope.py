@@ -1,6 +1,6 @@
 """Rotary embedding of queries and keys, their norms where a model has them, and the cache write, in one go.
 
-Not wired into models yet: it is to take the place of a layer's q/k norm, `apply_rotary_pos_emb` and `cache_write`.
+Called by `runner.decoder` in every layer, in the place of q/k norm, `apply_rotary_pos_emb` and cache update.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ class HeadNorm:
     unit_offset: bool
 
 
-def rope_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
+@dataclass(frozen=True)
+class RopeTable:
+    """Rotations by position, as transformers makes them: [max_model_len, rotary_dim] each, model dtype; the second half
+    of a row repeats the first. Dimensions of a head from rotary_dim on (partial rotary) pass through."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_and_write(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, positions: Tensor, key_cache: Tensor,
                    value_cache: Tensor, cache_index: Tensor, norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
     """Row cache_index[t] of the caches becomes row t's rotated key and its value; the rotated queries are returned.
 
     Args:
         query: [T, num_heads, head_dim]. key, value: [T, num_kv_heads, head_dim]. Strided as they come.
-        cos, sin: [T, rotary_dim], as transformers makes them: the second half repeats the first. Dimensions from
-            rotary_dim on (partial rotary) pass through.
+        positions: [T] int64, below the table's length.
         key_cache, value_cache, cache_index: see `cache_write.write_kv`.
         norm: of queries and keys before their rotation.
 
@@ -42,13 +50,14 @@ def rope_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: 
     if query.is_cuda:
         from runner.kernels.rope_triton import rope_and_write_triton
 
-        return rope_and_write_triton(query, key, value, cos, sin, key_cache, value_cache, cache_index, norm)
-    return rope_and_write_reference(query, key, value, cos, sin, key_cache, value_cache, cache_index, norm)
+        return rope_and_write_triton(query, key, value, table, positions, key_cache, value_cache, cache_index, norm)
+    return rope_and_write_reference(query, key, value, table, positions, key_cache, value_cache, cache_index, norm)
 
 
-def rope_and_write_reference(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
-                             value_cache: Tensor, cache_index: Tensor,
+def rope_and_write_reference(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, positions: Tensor,
+                             key_cache: Tensor, value_cache: Tensor, cache_index: Tensor,
                              norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
+    cos, sin = table.cos[positions], table.sin[positions]
     if norm is not None:
         query = rms_norm_reference(query, norm.query_weight, norm.eps, norm.unit_offset)
         key = rms_norm_reference(key, norm.key_weight, norm.eps, norm.unit_offset)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runner.kernels._triton import tl, triton
-from runner.kernels.rope import HeadNorm
+from runner.kernels.rope import HeadNorm, RopeTable
 
 _HEADS = 4
 """Heads a program."""
@@ -61,7 +61,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]
     query, query_row_stride, query_head_stride, key, key_row_stride, key_head_stride,
-    value, value_row_stride, value_head_stride, query_weight, key_weight, eps, cos, cos_stride, sin, sin_stride,
+    value, value_row_stride, value_head_stride, query_weight, key_weight, eps, cos, sin, table_stride, positions,
     out, key_cache, value_cache, cache_index,
     NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -71,7 +71,8 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    cos_row, sin_row = cos + row * cos_stride, sin + row * sin_stride
+    turn = tl.load(positions + row).to(tl.int64) * table_stride
+    cos_row, sin_row = cos + turn, sin + turn
     if part < QUERY_PARTS:
         _rotate_heads(
             query + row * query_row_stride, query_head_stride, query_weight, eps, cos_row, sin_row,
@@ -94,22 +95,24 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         tl.store(value_cache + target + head[:, None] * HEAD_DIM + dim[None, :], values, mask=here)
 
 
-def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor,
-                          value_cache: Tensor, cache_index: Tensor,
+def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, positions: Tensor,
+                          key_cache: Tensor, value_cache: Tensor, cache_index: Tensor,
                           norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
     num_rows, heads, head_dim = query.shape
     kv_heads = key.shape[1]
     if any(tensor.stride(2) != 1 for tensor in (query, key, value)):
         raise ValueError("each head's values must lie side by side")
+    if not (table.cos.is_contiguous() and table.sin.is_contiguous()):
+        raise ValueError("the table must be contiguous")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_rows == 0:
         return out
-    rotary = cos.shape[1]
+    rotary = table.cos.shape[1]
     parts = triton.cdiv(heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)
     _rope_kernel[(num_rows, parts)](
         query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2],
-        norm.query_weight if norm else cos, norm.key_weight if norm else cos, float(norm.eps) if norm else 0.0,
-        cos, cos.stride(0), sin, sin.stride(0), out, key_cache, value_cache, cache_index,
+        norm.query_weight if norm else out, norm.key_weight if norm else out, float(norm.eps) if norm else 0.0,
+        table.cos, table.sin, rotary, positions, out, key_cache, value_cache, cache_index,
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, HEADS=heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim),

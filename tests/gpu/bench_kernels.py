@@ -31,6 +31,7 @@ from runner.kernels.gumbel_triton import gumbel_argmax_triton
 from runner.kernels.prepare import SLOTS, STARTS
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
 from runner.kernels.rms_norm_triton import add_rms_norm_triton
+from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
 from runner.slots import SlotState, StepInputs
 
@@ -296,7 +297,8 @@ def fused_cases() -> Iterator[Case]:
             cos, sin = torch.randn(2, rows, 128, device=CUDA, dtype=BF16)
             caches = [torch.zeros(rows // 16 + 2, 16, 8, 128, device=CUDA, dtype=BF16) for _ in range(2)]
             index = 16 + torch.randperm(rows, device=CUDA)
-            return lambda: rope_and_write_triton(q, k, v, cos, sin, caches[0], caches[1], index)
+            table, positions = RopeTable(cos, sin), torch.arange(rows, device=CUDA)
+            return lambda: rope_and_write_triton(q, k, v, table, positions, caches[0], caches[1], index)
 
         yield Case("add_rms_norm", {"rows": rows}, bytes=4 * rows * hidden * 2, flops=0, make=make_norm)
         yield Case("gated", {"rows": rows}, bytes=3 * rows * intermediate * 2, flops=0, make=make_gated)

@@ -11,6 +11,7 @@ import torch
 from runner.config import RunnerConfig
 from runner.limits import (
     CPU_KV_BYTES,
+    MAX_BLOCKS,
     BadConfiguration,
     Limits,
     choose_device,
@@ -22,11 +23,9 @@ from runner.limits import (
 GIB = 1 << 30
 
 
-def model(device: str = "cpu", max_positions: int = 1024, layers: int = 2) -> Any:
+def model(device: str = "cpu", layers: int = 2) -> Any:
     """2 KV heads of 64 a layer in bf16: 512 bytes a row and layer."""
-    return SimpleNamespace(
-        device=torch.device(device), max_positions=max_positions, kv_shapes=[(2, 64)] * layers, dtype=torch.bfloat16
-    )
+    return SimpleNamespace(device=torch.device(device), kv_shapes=[(2, 64)] * layers, dtype=torch.bfloat16)
 
 
 # --- device and dtype -----------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def test_dtype(
     ],
 )
 def test_limits(asked: dict[str, int], device: str, expected: Limits) -> None:
-    assert choose_limits(RunnerConfig(**asked), model(device)) == expected  # type: ignore[arg-type]
+    assert choose_limits(RunnerConfig(**asked), 1024, torch.device(device)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_limits(asked: dict[str, int], device: str, expected: Limits) -> None:
 )
 def test_limits_that_contradict(asked: dict[str, int], match: str) -> None:
     with pytest.raises(BadConfiguration, match=match):
-        choose_limits(RunnerConfig(**asked), model())  # type: ignore[arg-type]
+        choose_limits(RunnerConfig(**asked), 1024, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 # --- KV blocks ------------------------------------------------------------------------------------------------------
@@ -124,13 +123,21 @@ def test_the_asked_number_of_bytes() -> None:
 
 def test_the_cpus_default() -> None:
     limits = Limits(max_model_len=1 << 19, max_num_seqs=64, max_num_batched_tokens=512)
-    big = model(layers=1, max_positions=1 << 20)
+    big = model(layers=1)
     assert choose_num_blocks(RunnerConfig(), big, limits, 0) == CPU_KV_BYTES // (BLOCK_BYTES // 2)
 
 
-def test_no_more_than_can_be_used() -> None:
+def test_the_cpu_takes_no_more_than_slots_can_use() -> None:
     """Every slot at full length, and the dummy."""
     assert choose_num_blocks(RunnerConfig(), model(), Limits(33, 5, 512), 0) == 5 * 3 + 1
+
+
+def test_memory_that_slots_cannot_use_serves_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 40 * GIB))
+    limits = Limits(33, 5, 512)
+    asked = RunnerConfig(kv_cache_memory_bytes=1000 * BLOCK_BYTES)
+    assert choose_num_blocks(asked, model(), limits, 0) == 1000
+    assert choose_num_blocks(RunnerConfig(), model("cuda", layers=1), limits, 0) == MAX_BLOCKS
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
@@ -150,7 +157,7 @@ def test_cuda_takes_its_share_of_what_is_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 40 * GIB))
     limits = Limits(1 << 20, 256, 8192)
     config = RunnerConfig(gpu_memory_utilization=0.5)
-    cuda = model("cuda", max_positions=1 << 20)
+    cuda = model("cuda")
     assert choose_num_blocks(config, cuda, limits, 2 * GIB) == (20 - 10 - 2) * GIB // BLOCK_BYTES
     with pytest.raises(BadConfiguration, match=r"there are 0 MiB: raise --gpu-memory-utilization"):
         choose_num_blocks(config, cuda, limits, 11 * GIB)

@@ -19,6 +19,7 @@ from runner.kernels.embed_triton import gather_rows_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
 from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
 from tests.runner.kernels import test_attention, test_cache_write, test_embed, test_gumbel, test_prepare, test_rope
 from tests.runner.kernels.conftest import INTERPRETED
@@ -118,6 +119,6 @@ def test_the_fused_pieces_of_models_compile(dtype: torch.dtype, compiled: list[A
     assert_fit(compiled, 6)
     compiled.clear()
     for case in test_rope.CASES:
-        (q, k, v, cos, sin, keys, values, index), norm = test_rope.make_args(case, dtype)
-        rope_and_write_triton(q, k, v, cos, sin, keys, values, index, norm)
+        (q, k, v, cos, sin, positions, keys, values, index), norm = test_rope.make_args(case, dtype)
+        rope_and_write_triton(q, k, v, RopeTable(cos, sin), positions, keys, values, index, norm)
     assert_fit(compiled, len(test_rope.CASES))

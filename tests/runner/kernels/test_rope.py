@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from runner.kernels.rope import HeadNorm, rope_and_write, rope_and_write_reference
+from runner.kernels.rope import HeadNorm, RopeTable, rope_and_write, rope_and_write_reference
 from runner.kernels.rope_triton import rope_and_write_triton
 
 
@@ -43,21 +43,21 @@ def make_args(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], HeadNorm | 
     query = torch.randn(case.heads, case.rows, case.head_dim).to(dtype).transpose(0, 1)
     key = torch.randn(case.rows, 3 * case.kv_heads, case.head_dim).to(dtype)[:, : case.kv_heads]
     value = torch.randn(case.rows, case.kv_heads, case.head_dim).to(dtype)
-    angles = torch.rand(case.rows, case.rotary_dim // 2) * 6
+    angles = torch.rand(50, case.rotary_dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, dim=1).to(dtype) for f in (torch.cos, torch.sin))
     key_cache, value_cache = torch.randn(2, 4, 16, case.kv_heads, case.head_dim).to(dtype)
-    index = torch.randperm(64)[: case.rows]
+    index, positions = torch.randperm(64)[: case.rows], torch.randint(50, (case.rows,))
     norm = None
     if case.norm:
         weights = torch.randn(2, case.head_dim).to(dtype)
         norm = HeadNorm(weights[0], weights[1], 1e-3, case.norm == "gemma")
-    return [query, key, value, cos, sin, key_cache, value_cache, index], norm
+    return [query, key, value, cos, sin, positions, key_cache, value_cache, index], norm
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reference_is_norm_rope_and_write_of_transformers(case: Case) -> None:
     args, norm = make_args(case, torch.float32)
-    query, key, value, cos, sin, key_cache, value_cache, index = args
+    query, key, value, cos, sin, positions, key_cache, value_cache, index = args
     expected_query, expected_key = query, key
     if norm:
         kind = Gemma3RMSNorm if norm.unit_offset else Qwen3RMSNorm
@@ -65,14 +65,16 @@ def test_reference_is_norm_rope_and_write_of_transformers(case: Case) -> None:
         modules[0].weight.data, modules[1].weight.data = norm.query_weight, norm.key_weight
         expected_query, expected_key = modules[0](query).detach(), modules[1](key).detach()
     r = case.rotary_dim
-    turned = apply_rotary_pos_emb(expected_query[None, ..., :r], expected_key[None, ..., :r], cos[None], sin[None], 2)
+    turned = apply_rotary_pos_emb(
+        expected_query[None, ..., :r], expected_key[None, ..., :r], cos[positions][None], sin[positions][None], 2
+    )
     expected_query = torch.cat([turned[0][0], expected_query[..., r:]], -1)
     expected_key = torch.cat([turned[1][0], expected_key[..., r:]], -1)
     caches = key_cache.clone(), value_cache.clone()
     caches[0].view(-1, *key.shape[1:])[index] = expected_key
     caches[1].view(-1, *key.shape[1:])[index] = value
 
-    out = rope_and_write(query, key, value, cos, sin, key_cache, value_cache, index, norm)
+    out = rope_and_write(query, key, value, RopeTable(cos, sin), positions, key_cache, value_cache, index, norm)
     assert torch.equal(out, expected_query) and out.is_contiguous()
     assert torch.equal(key_cache, caches[0]) and torch.equal(value_cache, caches[1])
 
@@ -89,10 +91,10 @@ def test_rope_kernel(case: Case, dtype: torch.dtype, triton_device: torch.device
     there_norm = norm and replace(
         norm, query_weight=norm.query_weight.to(triton_device), key_weight=norm.key_weight.to(triton_device)
     )
-    q, k, v, cos, sin, key_cache, value_cache, index = args
-    expected = rope_and_write_reference(q, k, v, cos, sin, key_cache, value_cache, index, norm)
-    q, k, v, cos, sin, keys, values, index = there
-    out = rope_and_write_triton(q, k, v, cos, sin, keys, values, index, there_norm)
+    q, k, v, cos, sin, positions, key_cache, value_cache, index = args
+    expected = rope_and_write_reference(q, k, v, RopeTable(cos, sin), positions, key_cache, value_cache, index, norm)
+    q, k, v, cos, sin, positions, keys, values, index = there
+    out = rope_and_write_triton(q, k, v, RopeTable(cos, sin), positions, keys, values, index, there_norm)
     # In bf16 the reference rounds both products too; cancellation makes that an absolute error.
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 6e-2)
     torch.testing.assert_close(out.cpu(), expected, rtol=rtol, atol=atol)

@@ -1,0 +1,87 @@
+"""A decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3) as few launches a layer.
+
+Built by `runner.fusion` from a loaded transformers model, called by `runner.model`. On a GPU a layer is nine or ten
+launches: norm, merged q/k/v, rope with cache write, attention (one or two), output projection, norm, merged gate and
+up, activation, down projection. Nothing waits for the device or depends on its data, so a step can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from runner.attention.backend import AttentionBatch
+from runner.kernels.activation import Activation, gated
+from runner.kernels.rms_norm import add_rms_norm, rms_norm
+from runner.kernels.rope import HeadNorm, RopeTable, rope_and_write
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm; `unit_offset` is Gemma's kind (see `kernels.rms_norm`)."""
+
+    weight: Tensor
+    eps: float
+    unit_offset: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of the sum, the sum)"""
+        return add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, *, index: int, heads: int, kv_heads: int, head_dim: int, scale: float, window: int | None,
+                 softcap: float | None, rope: str, activation: Activation, qkv: nn.Linear, output: nn.Linear,
+                 gate_up: nn.Linear, down: nn.Linear, input_norm: Norm, attention_norm: Norm | None, mlp_norm: Norm,
+                 output_norm: Norm | None, head_norm: HeadNorm | None) -> None:  # fmt: skip
+        """`qkv`: hidden to (heads + 2 * kv_heads) * head_dim. `gate_up`: hidden to 2 * intermediate. `attention_norm`
+        and `output_norm`: Gemma's, of what attention and MLP add to the residual stream. `rope`: a key of the
+        decoder's tables."""
+        super().__init__()
+        self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
+        self.scale, self.window, self.softcap, self.rope, self.activation = scale, window, softcap, rope, activation
+        self.qkv, self.output, self.gate_up, self.down = qkv, output, gate_up, down
+        self.input_norm, self.attention_norm = input_norm, attention_norm
+        self.mlp_norm, self.output_norm, self.head_norm = mlp_norm, output_norm, head_norm
+
+    def attend(self, x: Tensor, table: RopeTable, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """[T, hidden] normed rows to what attention adds to the residual stream, [T, hidden]."""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        keys, values = batch.key_caches[self.index], batch.value_caches[self.index]
+        query = rope_and_write(query, key, value, table, positions, keys, values, batch.cache_index, self.head_norm)
+        out = batch.backend.attend(
+            query, keys, values, batch, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        rows: Tensor = self.output(out.view(len(x), -1))
+        return rows if self.attention_norm is None else self.attention_norm(rows)
+
+    def transform(self, x: Tensor) -> Tensor:
+        """[T, hidden] normed rows to what the MLP adds to the residual stream, [T, hidden]."""
+        rows: Tensor = self.down(gated(self.gate_up(x), self.activation))
+        return rows if self.output_norm is None else self.output_norm(rows)
+
+
+class Decoder(nn.Module):
+    """From input rows to last hidden states. `tables`: rotations by the kind that layers name."""
+
+    def __init__(self, layers: list[DecoderLayer], norm: Norm, tables: dict[str, RopeTable]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norm, self.tables = norm, tables
+        # The norm behind each layer is the next one's first.
+        self._steps = list(zip(layers, [*(layer.input_norm for layer in layers[1:]), norm], strict=True))
+
+    def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """[T, hidden] rows at [T] int64 positions to [T, hidden]."""
+        residual = rows
+        x = self._steps[0][0].input_norm(rows)
+        for layer, next_norm in self._steps:
+            x = layer.attend(x, self.tables[layer.rope], positions, batch)
+            x, residual = layer.mlp_norm.after_adding(x, residual)
+            x, residual = next_norm.after_adding(layer.transform(x), residual)
+        return x
