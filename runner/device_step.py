@@ -1,36 +1,39 @@
 """One step on the device: upload, prepare inputs, gather rows, forward, sample, move the slots on, download.
 
-Called by the engine loop with a `Step`, in two halves: forward (upload to logits) and sampling. Each is one closure handed
-to the stream, so on CUDA it is queued and on the CPU deferred (`runner.stream`). One packed int32 upload a step carries
-the schedule and the newly admitted sequences; it happens in every step, so that no path can forget it. Nothing else is uploaded but the
-embedding rows of a prompt chunk. Sampled ids stay in the slots; the host gets a copy, a step late.
+Called by the engine loop with a `Step`, in two halves: forward (upload to logits) and sampling. Each is one closure
+handed to the stream, so on CUDA it is queued and on the CPU deferred (`runner.stream`). On CUDA a half is one graph
+launch (`runner.step_graphs`), unless the step is larger than the graphs or asks for something that they don't hold. One
+packed int32 upload a step carries the schedule and the newly admitted sequences; it happens in every step, so that no
+path can forget it. Nothing else is uploaded but the embedding rows of a prompt chunk. Sampled ids stay in the slots; the
+host gets a copy, a step late.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.attention.backend import AttentionBackend, AttentionBatch
+from runner.kernels.admit import admit
 from runner.kernels.embed import gather_rows
-from runner.kernels.prepare import NEW_BLOCKS, SLOTS, STARTS, advance_slots, prepare_inputs
+from runner.kernels.prepare import SLOTS, STARTS, advance_slots, prepare_inputs
 from runner.kv_cache import KVCache
 from runner.model import Model
-from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, pack, sample
+from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, sample
 from runner.slots import SlotState, StepInputs
-from runner.step import Admission, PromptScore, Step
+from runner.staging import Staging, record_words, upload_words
+from runner.step import PromptScore, Step
+from runner.step_graphs import StepGraphs, StepSize
 from runner.stream import Event, make_stream
 
 STAGING_DEPTH = 3
 """Steps whose staging buffers exist at once: one in preparation, two launched."""
 SCORE_ROWS = 256
 """Rows whose logits exist at once while a prompt is scored."""
-_HEADER = 14
-"""int32 words of an admission before its ids and blocks: slot, length, computed, prompt_len, sampling parameters."""
 
 
 def max_admitted_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
@@ -48,7 +51,7 @@ class Launched:
 
     step: Step
     done: Event
-    staging: _Staging
+    staging: Staging
     tokens: Tensor
     """[S] int64, host; entry i's sampled token."""
     logprobs: Logprobs | None = None
@@ -56,18 +59,6 @@ class Launched:
     logprob_entries: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[PromptScore, Tensor, Logprobs]] = field(default_factory=list)
     """(what was scored, the ids at its positions, their log-probabilities), on the host."""
-
-
-class _Staging:
-    """Host buffers of one step, page-locked on CUDA. Rewritten only after the step that used them is done."""
-
-    def __init__(self, words: int, rows: int, model: Model, num_slots: int) -> None:
-        pin = model.device.type == "cuda"
-        self.words = torch.empty(words, dtype=torch.int32, pin_memory=pin)
-        self.rows = torch.empty(rows, model.hidden_size, dtype=model.dtype, pin_memory=pin)
-        self.row_bytes: NDArray[np.uint8] = self.rows.view(torch.uint8).numpy()
-        self.tokens = torch.empty(num_slots, dtype=torch.int64, pin_memory=pin)
-        self.done: Event | None = None
 
 
 class DeviceStep:
@@ -81,19 +72,26 @@ class DeviceStep:
         self.sampling = SamplingState.allocate(num_slots, device)
         self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device)
         self.rows = torch.zeros(max_num_batched_tokens, model.hidden_size, dtype=model.dtype, device=device)
-        self._record_words = 3 * (num_slots + 1)
-        admitted = max_admitted_rows(max_model_len, max_num_batched_tokens)
-        words = self._record_words + num_slots * (_HEADER + 1) + admitted + admitted // cache.block_size
+        words = upload_words(num_slots, max_admitted_rows(max_model_len, max_num_batched_tokens), cache.block_size)
         self.upload = torch.zeros(words, dtype=torch.int32, device=device)
-        self._record = self.upload[: self._record_words].view(3, -1)
-        self._ring = [_Staging(words, max_num_batched_tokens, model, num_slots) for _ in range(STAGING_DEPTH)]
+        self._record = self.upload[: record_words(num_slots)].view(3, -1)
+        self._logits = torch.zeros(num_slots, model.vocab_size, dtype=model.dtype, device=device)
+        """What the first half of a step leaves for the second, by entry."""
+        self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._graphs: StepGraphs | None = None
+        self._ring = [Staging(model, num_slots, words, max_num_batched_tokens) for _ in range(STAGING_DEPTH)]
         self._launches = 0
-        self._logits = torch.empty(0, device=device)
-        """[E, vocab] float32: what the first half of a step leaves for the second."""
         if debug_checks:
             self.slots.fill_with_garbage(model.vocab_size, cache.num_blocks)
             self.rows.normal_()
             cache.fill_with_garbage()
+
+    def capture(self, progress: Callable[[str], None] = lambda stage: None) -> None:
+        """On CUDA: captures the step's graphs. Nothing may be running; no slot is touched (the record is empty)."""
+        self.upload.zero_()
+        graphs = StepGraphs(self.num_slots, len(self.rows), self.slots.token_ids.shape[1])
+        graphs.capture(self._forward_pass, self._plain_sampling, progress)
+        self._graphs = graphs
 
     def launch_forward(self, step: Step) -> Launched:
         """Hands a step's first half to the device, up to the logits, and returns at once. Waits for nothing in flight,
@@ -102,53 +100,25 @@ class DeviceStep:
         self._launches += 1
         if staging.done is not None:
             staging.done.wait()
-        words = self._stage(staging, step)
-        logprob_entries = [
-            entry
-            for entry in np.nonzero(step.samples)[0].tolist()
-            if step.sequences[entry].request.sampling.logprobs is not None
-        ]
+        words = staging.fill(step)
         if self.debug_checks:
             staging.tokens.fill_(-(2**40))
-        launched = Launched(step, _NEVER, staging, staging.tokens, logprob_entries=logprob_entries)
-        self.stream.run(lambda: self._forward(launched, staging, words))
+        launched = Launched(step, _NEVER, staging, staging.tokens)
+        self.stream.run(lambda: self._forward(launched, words))
         return launched
 
     def launch_sampling(self, launched: Launched) -> None:
         """Hands over the second half. `Launched.done` then says when the results are on the host."""
-        asks, edits = self._asks_of(launched.step)
+        asks, edits, launched.logprob_entries = self._asks_of(launched.step)
         self.stream.run(lambda: self._sample(launched, asks, edits))
         launched.done = launched.staging.done = self.stream.record()
 
     # --- on the host, before the launch -----------------------------------------------------------------------------
 
-    def _stage(self, staging: _Staging, step: Step) -> int:
-        """Fills the staging buffers; returns how many words of `upload` are in use."""
-        words: NDArray[np.int32] = staging.words.numpy()
-        record = words[: self._record_words].reshape(3, -1)
-        n = step.num_entries
-        record[SLOTS, :n], record[SLOTS, n:] = step.slots, 0
-        record[STARTS, : n + 1], record[STARTS, n + 1 :] = step.starts, step.num_rows
-        record[NEW_BLOCKS, :n], record[NEW_BLOCKS, n:] = step.new_blocks, 0
-        end = self._record_words
-        for admission in step.admissions:
-            sequence = admission.sequence
-            known = len(sequence.token_ids)
-            # Staged with the slot of the launch: a later preemption takes the sequence's slot away.
-            header = [sequence.slot, known, admission.computed, sequence.request.prompt_len]
-            words[end : end + 4] = header
-            words[end + 4 : end + _HEADER] = pack(sequence.request.sampling, sequence.choice)
-            end += _HEADER
-            words[end : end + known] = sequence.token_ids
-            words[end + known : end + known + len(admission.blocks)] = admission.blocks
-            end += known + len(admission.blocks)
-        for row, rows in step.embedding_runs:
-            staging.row_bytes[row : row + len(rows)] = rows
-        return end
-
-    def _asks_of(self, step: Step) -> tuple[Asks, list[LogitEdits]]:
-        asks, edits = Asks(), []
-        for entry in np.nonzero(step.samples)[0].tolist():
+    def _asks_of(self, step: Step) -> tuple[Asks, list[LogitEdits], list[int]]:
+        """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
+        asks, edits, logprob_entries = Asks(), [], []
+        for entry in np.nonzero(step.asking)[0].tolist():
             sequence = step.sequences[entry]
             params = sequence.request.sampling
             asks |= Asks.of(params)
@@ -156,7 +126,9 @@ class DeviceStep:
                 edits.append(self._edit(entry, dict(params.logit_bias)))
             if step.positions[entry] - sequence.request.prompt_len < params.min_tokens and params.stop_token_ids:
                 edits.append(self._edit(entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
-        return asks, edits
+            if params.logprobs is not None:
+                logprob_entries.append(entry)
+        return asks, edits, logprob_entries
 
     def _edit(self, entry: int, values: dict[int, float]) -> LogitEdits:
         token_ids = self._to_device(torch.tensor(list(values), dtype=torch.int64))
@@ -171,64 +143,57 @@ class DeviceStep:
     # --- on the device ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _forward(self, launched: Launched, staging: _Staging, words: int) -> None:
-        step = launched.step
-        rows, entries = step.num_rows, step.num_entries
+    def _forward(self, launched: Launched, words: int) -> None:
+        step, staging = launched.step, launched.staging
         self.upload[:words].copy_(staging.words[:words], non_blocking=True)
         for row, run in step.embedding_runs:
             end = row + len(run)
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
-        self._admit(step.admissions)
-        prepare_inputs(self._record, entries, rows, self.cache.block_size, self.slots, self.inputs)
+        if step.admissions:
+            longest = max(len(admission.sequence.token_ids) for admission in step.admissions)
+            sampling, count = self.sampling, len(step.admissions)
+            admit(self.upload, self._record.numel(), count, longest, self.slots, sampling.floats, sampling.ints)
+        graph = None
+        if self._graphs is not None and not step.prompt_scores:
+            graph = self._graphs.forward(step.num_rows, step.num_entries, step.num_decodes)
+        if graph is not None:
+            graph.replay()
+        else:
+            size = StepSize(step.num_rows, step.num_entries, step.num_decodes, int(step.computed.max()))
+            hidden = self._forward_pass(size, step.starts.tolist(), step.computed.tolist())
+            self._score_prompts(launched, hidden)
         if self.debug_checks:
             self._check_mask(step)
-        hidden = self._hidden(step)
-        self._logits = self.model.logits(hidden[self.inputs.last_rows[:entries]]).float()
-        self._score_prompts(launched, hidden)
 
     @torch.inference_mode()
     def _sample(self, launched: Launched, asks: Asks, edits: list[LogitEdits]) -> None:
-        step, logits = launched.step, self._logits
+        step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
-        slot = self._record[SLOTS, :entries].long()
-        raw = logits.clone() if launched.logprob_entries and (asks.penalties or edits) else logits
-        tokens = sample(logits, slot, self.slots, self.sampling, asks, edits, int(step.positions.max()))
-        sampled = torch.zeros(self.num_slots, dtype=torch.int64, device=tokens.device)
-        sampled[:entries] = tokens
-        advance_slots(self._record, entries, self.inputs, sampled, self.slots)
-        launched.tokens.copy_(sampled, non_blocking=True)
-        if launched.logprob_entries:
-            asking = launched.logprob_entries
-            top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
-            index = self._to_device(torch.tensor(asking))
-            launched.logprobs = _logprobs_to_host(logprobs_of(raw[index], tokens[index], top))
-
-    def _admit(self, admissions: list[Admission]) -> None:
-        """Writes what the upload says of newly admitted sequences into their slots."""
-        at = self._record_words
-        for admission in admissions:
-            known = len(admission.sequence.token_ids)
-            header, at = self.upload[at : at + _HEADER], at + _HEADER
-            slot = header[:1].long()
-            self.slots.length[slot], self.slots.computed[slot] = header[1:2], header[2:3]
-            self.slots.prompt_len[slot] = header[3:4]
-            self.sampling.floats[:, slot] = header[4:10, None].view(torch.float32)
-            self.sampling.ints[:, slot] = header[10:14, None]
-            self.slots.token_ids[slot, :known] = self.upload[None, at : at + known]
-            at += known
-            blocks = len(admission.blocks)
-            self.slots.block_table[slot, :blocks] = self.upload[None, at : at + blocks]
-            at += blocks
-
-    def _hidden(self, step: Step) -> Tensor:
-        """[T, hidden]: the last hidden state of each row."""
-        rows, inputs = step.num_rows, self.inputs
-        ids, is_token = inputs.token_ids[:rows], inputs.is_token_ids[:rows]
-        if self.model.embedding_table is not None:
-            embedded = torch.empty(rows, self.model.hidden_size, dtype=self.model.dtype, device=ids.device)
-            gather_rows(ids, is_token, self.rows, self.model.embedding_table, embedded)
+        if asks == Asks() and not edits and not asking:
+            graph = self._graphs.sampling(entries) if self._graphs is not None else None
+            graph.replay() if graph is not None else self._plain_sampling(entries)
         else:
-            embedded = torch.where(is_token[:, None], self.model.embed(ids), self.rows[:rows])
+            logits = self._logits[:entries].float()
+            raw = logits.clone() if asking and (asks.penalties or edits) else logits
+            self._choose(logits, asks, edits, int(step.positions.max()))
+            if asking:
+                top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
+                index = self._to_device(torch.tensor(asking))
+                launched.logprobs = _logprobs_to_host(logprobs_of(raw[index], self._sampled[index], top))
+        launched.tokens.copy_(self._sampled, non_blocking=True)
+
+    # The two below are what is captured: nothing in them depends on data that only the host has.
+
+    @torch.inference_mode()
+    def _forward_pass(self, size: StepSize, host_starts: list[int] | None = None,
+                      host_seq_lens: list[int] | None = None) -> Tensor:  # fmt: skip
+        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden].
+
+        Args:
+            host_starts, host_seq_lens: of the step's own entries, for backends that can't be captured.
+        """
+        rows, entries, inputs = size.rows, size.entries, self.inputs
+        prepare_inputs(self._record, entries, rows, self.cache.block_size, self.slots, inputs)
         batch = AttentionBatch(
             backend=self.backend,
             key_caches=self.cache.keys,
@@ -239,13 +204,38 @@ class DeviceStep:
             seq_lens=inputs.seq_lens,
             positions=inputs.positions[:rows],
             cache_index=inputs.cache_index[:rows],
-            num_entries=step.num_entries,
-            num_decodes=step.num_decodes,
-            max_seq_len=int(step.computed.max()),
-            host_starts=step.starts.tolist(),
-            host_seq_lens=step.computed.tolist(),
+            num_entries=entries,
+            num_decodes=size.decodes,
+            max_seq_len=size.max_seq_len,
+            host_starts=host_starts or [],
+            host_seq_lens=host_seq_lens or [],
         )
-        return self.model.forward(embedded, inputs.positions[:rows], batch)
+        hidden = self.model.forward(self._input_rows(rows), batch.positions, batch)
+        # Where every entry is a decode, entry i's row is row i.
+        last = hidden if size.decodes == entries else hidden[inputs.last_rows[:entries]]
+        self.model.logits(last, out=self._logits[:entries])
+        return hidden
+
+    @torch.inference_mode()
+    def _plain_sampling(self, entries: int) -> None:
+        """For entries that ask for nothing but a temperature."""
+        self._choose(self._logits[:entries].float(), Asks(), [], 0)
+
+    def _choose(self, logits: Tensor, asks: Asks, edits: list[LogitEdits], max_len: int) -> None:
+        entries = len(logits)
+        slot = self._record[SLOTS, :entries].long()
+        self._sampled[:entries] = sample(logits, slot, self.slots, self.sampling, asks, edits, max_len)
+        advance_slots(self._record, entries, self.inputs, self._sampled, self.slots)
+
+    def _input_rows(self, rows: int) -> Tensor:
+        """[T, hidden]: table rows and the clients' rows, each where it belongs."""
+        ids, is_token = self.inputs.token_ids[:rows], self.inputs.is_token_ids[:rows]
+        table = self.model.embedding_table
+        if table is None:
+            return torch.where(is_token[:, None], self.model.embed(ids), self.rows[:rows])
+        out = torch.empty(rows, self.model.hidden_size, dtype=self.model.dtype, device=ids.device)
+        gather_rows(ids, is_token, self.rows, table, out)
+        return out
 
     def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:

@@ -76,6 +76,8 @@ class Engine:
         self._counters = _Counters()
         self.released_row_bytes = 0
         """Of prompt embeddings, since start. Only grows, and only on the engine's thread."""
+        self.waited_seconds = 0.0
+        """For the device, since start."""
 
     @staticmethod
     def load(config: RunnerConfig, emit: Emit, progress: Callable[[str], None] = lambda stage: None) -> Engine:
@@ -95,7 +97,10 @@ class Engine:
         reserve = measure(model, backend, limits, config.block_size)
         num_blocks = choose_num_blocks(config, model, limits, reserve)
         cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
-        return Engine(model, cache, backend, limits, config, emit)
+        engine = Engine(model, cache, backend, limits, config, emit)
+        if device.type == "cuda" and not config.enforce_eager:
+            engine.device.capture(progress)
+        return engine
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +167,9 @@ class Engine:
             self._retire(self._launched.popleft())
 
     def _retire(self, launched: Launched) -> None:
+        started = time.perf_counter()
         launched.done.wait()
+        self.waited_seconds += time.perf_counter() - started
         step = launched.step
         outputs: dict[int, StepOutput] = {}
 

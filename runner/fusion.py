@@ -85,11 +85,9 @@ def _layer(family: str, layer: Any, attention: Any, mlp: Any, activation: Activa
         softcap=attention.attn_logit_softcapping if family == "gemma2" else None,
         rope=attention.layer_type if family == "gemma3" else "",
         activation=activation,
-        qkv=_merged(
-            [attention.qkv_proj] if family == "phi3" else [attention.q_proj, attention.k_proj, attention.v_proj]
-        ),
+        qkv=_merged([attention.qkv_proj] if merged else [attention.q_proj, attention.k_proj, attention.v_proj]),
         output=attention.o_proj,
-        gate_up=_merged([mlp.gate_up_proj] if family == "phi3" else [mlp.gate_proj, mlp.up_proj]),
+        gate_up=_merged([mlp.gate_up_proj] if merged else [mlp.gate_proj, mlp.up_proj]),
         down=mlp.down_proj,
         input_norm=_norm(family, layer.input_layernorm),
         attention_norm=_norm(family, layer.post_attention_layernorm) if gemma else None,

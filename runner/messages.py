@@ -53,6 +53,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     """The same for every prompt row but the first. Such a request reads no cached prefix."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a temperature: one kernel samples it, whatever else is in the batch."""
+        penalised = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+        filtered = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        return not (penalised or filtered or self.logit_bias or self.min_tokens or self.logprobs is not None)
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """A run of embedding rows in the prompt."""

@@ -1,4 +1,4 @@
-"""The model, called with flattened rows and our attention: fused where its kind is known, else as transformers wrote it.
+"""The model, called with flattened rows and our attention: fused where its kind is known, else as transformers has it.
 
 Built by `runner.trial` at start, called by `runner.device_step`. A model is refused at load, with the reason, when its
 head or its rope can't be driven this way; it is never run wrong.
@@ -41,6 +41,8 @@ class Model:
         self.vocab_size, self.hidden_size = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_shapes = _kv_shapes(hf)
+        self.num_weights = sum(p.numel() for p in hf.base_model.parameters()) - weight.numel()
+        """Of the layers: embedding and head left out."""
 
     @property
     def embedding_table(self) -> Tensor | None:

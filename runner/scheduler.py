@@ -43,6 +43,8 @@ class SlotTable:
         self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.open: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Has rows left to launch."""
+        self.asks: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Its sampling asks for more than a temperature."""
         self.stop_ids: NDArray[np.int32] = np.full((num_slots, 4), -1, np.int32)
         self.free = list(range(num_slots - 1, -1, -1))
 
@@ -196,6 +198,7 @@ class Scheduler:
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
         table.open[slot] = True
+        table.asks[slot] = not request.sampling.is_plain
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
         sequence.slot = slot
@@ -213,8 +216,8 @@ class Scheduler:
         samples = reaches_end & (table.length[slots] < table.limit[slots])
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        step = Step(slots, starts, computed, new_blocks, samples, table.length[slots].copy(), num_decodes, prompt_rows,
-                    sequences, admissions)  # fmt: skip
+        step = Step(slots, starts, computed, new_blocks, samples, samples & table.asks[slots], table.length[slots],
+                    num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
         for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
         table.computed[slots] = computed

@@ -47,6 +47,8 @@ class Step:
     """[E]: the block that entry i's last row needs and its table lacks; 0 for none."""
     samples: NDArray[np.bool_]
     """[E]: entry i's next token is sampled."""
+    asking: NDArray[np.bool_]
+    """[E]: entry i samples and asks for more than a temperature (`SamplingParams.is_plain`)."""
     positions: NDArray[np.int32]
     """[E]: the position that the sampled token takes."""
     num_decodes: int

@@ -28,13 +28,18 @@ def gpu_harness(path: Path, **options: Any) -> Harness:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("budget", [16, 64])
-@pytest.mark.parametrize("kind", ["ids", "embeds", "both"])
+@pytest.mark.parametrize(
+    ("kind", "enforce_eager"), [("ids", False), ("embeds", False), ("both", False), ("both", True)]
+)
 def test_float32_parity(
-    tiny_model: Callable[[Family], Path], family: Family, async_scheduling: bool, budget: int, kind: str
-) -> None:
+    tiny_model: Callable[[Family], Path], family: Family, async_scheduling: bool, budget: int, kind: str,
+    enforce_eager: bool,
+) -> None:  # fmt: skip
     path = tiny_model(family)
     prompts = [clear_prompt(path, length, seed=length) for length in LENGTHS]
-    harness = gpu_harness(path, async_scheduling=async_scheduling, max_num_batched_tokens=budget)
+    harness = gpu_harness(
+        path, async_scheduling=async_scheduling, max_num_batched_tokens=budget, enforce_eager=enforce_eager
+    )
     as_rows = {"ids": (), "embeds": range(len(prompts)), "both": range(0, len(prompts), 2)}[kind]
     numbers = [harness.add(embed(path, p) if i in as_rows else p, TOKENS) for i, p in enumerate(prompts)]
     harness.run()
