@@ -1,7 +1,8 @@
 """Times the engine's steps without HTTP: `intarsia bench step`.
 
-One line a kind and size of step. `step`: wall-clock time from step to step, with everything that the engine does. `host`:
-the part of it in which Python worked; the rest waited for the device, so where the two are close the host is the limit.
+One line a kind and size of step. `step`: wall-clock time from step to step, with everything that the engine does.
+`host`: the part of it in which Python worked; the rest waited for the device, so where the two are close the host is
+the limit.
 `floor`: the least time that the step's bytes or operations need, whichever takes longer. Medians; random ids, greedy.
 """
 
@@ -109,7 +110,7 @@ class _Bench:
         sampling = SamplingParams(max_tokens=min(max_tokens, info.max_model_len - rows), temperature=0.0)
         request = Request.from_message(
             Generate(0, self._number, 1, sampling),
-            [memoryview(ids).cast("B"), memoryview(b"")],
+            [memoryview(ids.tobytes()), memoryview(b"")],
             vocab_size=info.vocab_size,
             row_size=info.hidden_size * engine.model.dtype.itemsize,
             max_model_len=info.max_model_len,
@@ -133,7 +134,7 @@ class _Bench:
         kv = entries * context * bytes_per_block(model.kv_shapes, 1, model.dtype)
         read = (model.num_weights + head) * model.dtype.itemsize + kv
         operations = 2.0 * (model.num_weights * rows + head * entries)
-        return max(read / self._peak.bytes_per_second, operations / self._peak.flop_per_second)
+        return float(max(read / self._peak.bytes_per_second, operations / self._peak.flop_per_second))
 
     def report(self, name: str, times: list[tuple[float, float]], floor: float, out: TextIO) -> None:
         step, host = (1e3 * statistics.median(column) for column in zip(*times, strict=True))

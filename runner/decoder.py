@@ -2,17 +2,21 @@
 
 Built by `runner.fusion` from a loaded transformers model, called by `runner.model`. On a GPU a layer is nine or ten
 launches: norm, merged q/k/v, rope with cache write, attention (one or two), output projection, norm, merged gate and
-up, activation, down projection. Nothing waits for the device or depends on its data, so a step can be captured.
+up, activation, down projection; for a row or two norms and activation go into the projections (`kernels.few_rows`).
+Nothing waits for the device or depends on its data, so a step can be captured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from runner.attention.backend import AttentionBatch
+from runner.kernels import few_rows
 from runner.kernels.activation import Activation, gated
+from runner.kernels.few_rows import few_rows_linear
 from runner.kernels.rms_norm import add_rms_norm, rms_norm
 from runner.kernels.rope import HeadNorm, RopeTable, rope_and_write
 
@@ -48,22 +52,29 @@ class DecoderLayer(nn.Module):
         self.input_norm, self.attention_norm = input_norm, attention_norm
         self.mlp_norm, self.output_norm, self.head_norm = mlp_norm, output_norm, head_norm
 
-    def attend(self, x: Tensor, table: RopeTable, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """[T, hidden] normed rows to what attention adds to the residual stream, [T, hidden]."""
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+    def attend(self, x: Tensor, residual: Tensor | None, table: RopeTable, positions: Tensor,
+               batch: AttentionBatch) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(what attention adds to the residual stream, the stream before it), [T, hidden] each.
+
+        Args:
+            x, residual: [T, hidden]; the stream is their sum, or x alone.
+        """
+        qkv, stream = _normed_linear(x, residual, self.input_norm, self.qkv)
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        query, key, value = torch.split(qkv.view(len(x), -1, self.head_dim), sizes, dim=1)
         keys, values = batch.key_caches[self.index], batch.value_caches[self.index]
         query = rope_and_write(query, key, value, table, positions, keys, values, batch.cache_index, self.head_norm)
         out = batch.backend.attend(
             query, keys, values, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
-        rows: Tensor = self.output(out.view(len(x), -1))
-        return rows if self.attention_norm is None else self.attention_norm(rows)
+        rows = _linear(out.view(len(x), -1), self.output)
+        return (rows if self.attention_norm is None else self.attention_norm(rows)), stream
 
-    def transform(self, x: Tensor) -> Tensor:
-        """[T, hidden] normed rows to what the MLP adds to the residual stream, [T, hidden]."""
-        rows: Tensor = self.down(gated(self.gate_up(x), self.activation))
-        return rows if self.output_norm is None else self.output_norm(rows)
+    def transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for the MLP."""
+        active, stream = _normed_linear(x, residual, self.mlp_norm, self.gate_up, self.activation)
+        rows = _linear(active, self.down)
+        return (rows if self.output_norm is None else self.output_norm(rows)), stream
 
 
 class Decoder(nn.Module):
@@ -73,15 +84,30 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm, self.tables = norm, tables
-        # The norm behind each layer is the next one's first.
-        self._steps = list(zip(layers, [*(layer.input_norm for layer in layers[1:]), norm], strict=True))
+        self._in_order = layers
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """[T, hidden] rows at [T] int64 positions to [T, hidden]."""
-        residual = rows
-        x = self._steps[0][0].input_norm(rows)
-        for layer, next_norm in self._steps:
-            x = layer.attend(x, self.tables[layer.rope], positions, batch)
-            x, residual = layer.mlp_norm.after_adding(x, residual)
-            x, residual = next_norm.after_adding(layer.transform(x), residual)
-        return x
+        x, residual = rows, None
+        for layer in self._in_order:
+            x, residual = layer.attend(x, residual, self.tables[layer.rope], positions, batch)
+            x, residual = layer.transform(x, residual)
+        return self.norm(x) if residual is None else self.norm.after_adding(x, residual)[0]
+
+
+def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    rows: Tensor = few_rows_linear(x, layer.weight, layer.bias)[0] if few_rows.takes(x) else layer(x)
+    return rows
+
+
+def _normed_linear(x: Tensor, residual: Tensor | None, norm: Norm, layer: nn.Linear,
+                   activation: Activation | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the layer of the norm of the sum, gated where an activation is given; the sum)"""
+    if few_rows.takes(x):
+        return few_rows_linear(
+            x, layer.weight, layer.bias, residual=residual, norm_weight=norm.weight, eps=norm.eps,
+            unit_offset=norm.unit_offset, activation=activation,
+        )  # fmt: skip
+    normed, total = (norm(x), x) if residual is None else norm.after_adding(x, residual)
+    out: Tensor = layer(normed)
+    return (out if activation is None else gated(out, activation)), total

@@ -4,8 +4,8 @@ Called by the engine loop with a `Step`, in two halves: forward (upload to logit
 handed to the stream, so on CUDA it is queued and on the CPU deferred (`runner.stream`). On CUDA a half is one graph
 launch (`runner.step_graphs`), unless the step is larger than the graphs or asks for something that they don't hold. One
 packed int32 upload a step carries the schedule and the newly admitted sequences; it happens in every step, so that no
-path can forget it. Nothing else is uploaded but the embedding rows of a prompt chunk. Sampled ids stay in the slots; the
-host gets a copy, a step late.
+path can forget it. Nothing else is uploaded but the embedding rows of a prompt chunk. Sampled ids stay in the slots;
+the host gets a copy, a step late.
 """
 
 from __future__ import annotations

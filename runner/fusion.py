@@ -66,6 +66,9 @@ def _activation(config: Any) -> Activation:
 
 
 def _layer(family: str, layer: Any, attention: Any, mlp: Any, activation: Activation) -> DecoderLayer:
+    for linear in (attention.o_proj, mlp.down_proj):
+        if type(linear) is not nn.Linear:
+            raise NotFusable(f"{type(linear).__name__} in the place of a linear layer")
     gemma, merged = family.startswith("gemma"), family == "phi3"
     config = attention.config
     window = attention.sliding_window if hasattr(attention, "sliding_window") else None

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from runner.attention.backend import AttentionBatch
-from runner.kernels._triton import tl, triton
+from runner.kernels._triton import dependent_launch, tl, triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LONG_SPLIT = 4096
 """Rows of KV that one program walks through at most, as long as _MAX_LONG_SPLITS programs suffice."""
 _MAX_LONG_SPLITS = 16
 _MAX_SPLITS = 64
+_FEW_SPLITS = 4
 _TARGET_PROGRAMS = 1024
 """About four waves of two programs on each of an H200's 132 multiprocessors: the last one then weighs little."""
 
@@ -167,9 +168,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     scale, window, softcap, num_decodes, fill, max_splits,
     PURE: tl.constexpr, LONG: tl.constexpr, GROUP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i, s): entry i's one row, the query heads of KV head h, KV split s."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head, entry, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + entry, mask=entry < num_decodes, other=0)
     row = entry
@@ -222,9 +226,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     partial_total, partial_max, partial_sum, entry_starts, seq_lens, out, window, num_decodes, fill, max_splits,
     PURE: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i) merges what `_decode_kernel` left of query head h of entry i."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head, entry = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens + entry, mask=entry < num_decodes, other=0)
     row = entry
@@ -267,7 +274,7 @@ def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attent
     # Constants of the model alone: what changes from step to step must not compile a kernel anew.
     common = {
         "PURE": pure, "LONG": _LONG_SPLIT, "HAS_WINDOW": window is not None, "HEAD_DIM": head_dim,
-        "BLOCK_N": tiles.block_n, "BLOCK_D": _power_of_2(head_dim),
+        "BLOCK_N": tiles.block_n, "BLOCK_D": _power_of_2(head_dim), **dependent_launch(query),
     }  # fmt: skip
     _decode_kernel[(kv_heads, entries, splits)](
         query, *query.stride(), key_cache, value_cache, *key_cache.stride()[:3],
@@ -281,7 +288,7 @@ def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attent
     if splits > 1:
         _reduce_kernel[(heads, entries)](
             partial_total, partial_max, partial_sum, batch.entry_starts, batch.seq_lens, out, window or 0,
-            batch.num_decodes, fill, splits, BLOCK_S=_MAX_SPLITS, **common,
+            batch.num_decodes, fill, splits, BLOCK_S=_FEW_SPLITS if splits <= _FEW_SPLITS else _MAX_SPLITS, **common,
         )  # fmt: skip
 
 
@@ -310,12 +317,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     out, scale, window, softcap, num_rows, num_entries, num_decodes,
     GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): a tile of BLOCK_M // GROUP rows of one entry, with all query heads of KV head h.
 
     Entry i's tiles are those from entry_starts[i] // BLOCK_Q + i on: never fewer than it needs, and found without a
     list of tiles. The rows past the last entry count as one entry more, and are set to zero.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Later tiles see more rows: they go first, so that none of them is left over at the end.
     tile_id = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -404,5 +415,5 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
         out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
         GROUP=group, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim,
         PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
-        PRECISION=_precision(query), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        PRECISION=_precision(query), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
     )  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
+from torch import Tensor
 
 try:
     import triton
@@ -23,4 +27,20 @@ except ImportError:
 
     triton = tl = _Missing()
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+
+def dependent_launch(tensor: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that starts while the one before it in the stream still runs (PDL, programmatic
+    dependent launch, compute capability 9.0 and up). Such a kernel takes `PDL: tl.constexpr` and calls
+    `gdc_wait` before it touches memory that another kernel writes or reads, always: a kernel behind it counts on that.
+    """
+    if tensor.is_cuda and _capability(tensor.device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+__all__ = ["HAS_TRITON", "dependent_launch", "tl", "triton"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.kernels._triton import tl, triton
+from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.activation import Activation
 
 _BLOCK = 1024
@@ -15,8 +15,17 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 @triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
-    gate_up, row_stride, out, INTERMEDIATE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up,
+    row_stride,
+    out,
+    INTERMEDIATE: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
@@ -36,6 +45,12 @@ def gated_triton(gate_up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(num_rows, intermediate, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         _gated_kernel[(num_rows, triton.cdiv(intermediate, _BLOCK))](
-            gate_up, gate_up.stride(0), out, INTERMEDIATE=intermediate, SILU=activation == "silu", BLOCK=_BLOCK
+            gate_up,
+            gate_up.stride(0),
+            out,
+            INTERMEDIATE=intermediate,
+            SILU=activation == "silu",
+            BLOCK=_BLOCK,
+            **dependent_launch(gate_up),
         )
     return out

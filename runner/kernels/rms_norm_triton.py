@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.kernels._triton import tl, triton
+from runner.kernels._triton import dependent_launch, tl, triton
 
 
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, x_stride, residual, residual_stride, weight, total, out, eps,
-    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     # The weight doesn't depend on the row: asked for first, it arrives with it.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     if ADD:
@@ -53,4 +56,5 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, out: Ten
     _norm_kernel[(num_rows,)](
         x, x.stride(0), residual, residual.stride(0), weight, total, out, float(eps),
         ADD=add, UNIT_OFFSET=unit_offset, HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        **dependent_launch(x),
     )  # fmt: skip

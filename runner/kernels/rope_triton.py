@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.kernels._triton import tl, triton
+from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.rope import HeadNorm, RopeTable
 
 _HEADS = 4
@@ -65,9 +65,12 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     out, key_cache, value_cache, cache_index,
     NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, p): some of row t's query heads, or some of its key heads and the value heads beside them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -116,6 +119,6 @@ def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, table: Rope
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, HEADS=heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=2,
+        num_warps=2, **dependent_launch(query),
     )  # fmt: skip
     return out
