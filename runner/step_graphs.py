@@ -13,13 +13,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, *range(16, 64, 8), *range(64, 128, 16), *range(128, 512, 32), *range(512, 4097, 128))
-_MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048)
+_MIXED_ENTRIES = (32, 96)
+"""Entries of a mixed step that aren't there cost their share of a launch in every layer."""
+_MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048)
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,13 @@ class StepSize:
 
 class StepGraphs:
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._sizes = [*(size for size in _DECODE_SIZES if size < max_num_seqs), max_num_seqs]
         self._sampling: dict[int, torch.cuda.CUDAGraph] = {}
         self._decode: dict[int, torch.cuda.CUDAGraph] = {}
-        self._mixed: dict[int, torch.cuda.CUDAGraph] = {}
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self._decode_sizes = [*(size for size in _DECODE_SIZES if size < max_num_seqs), max_num_seqs]
-        self._mixed_sizes = [size for size in _MIXED_SIZES if size <= max_num_batched_tokens]
+        self._entries = [*(size for size in _MIXED_ENTRIES if size < max_num_seqs), max_num_seqs]
+        self._rows = [size for size in _MIXED_ROWS if size <= max_num_batched_tokens]
+        self._mixed: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, forward: Callable[[StepSize], object], sample: Callable[[int], object],
@@ -50,20 +54,19 @@ class StepGraphs:
         Args:
             forward: launches a step's forward of that size. sample: the same for the sampling of so many entries.
         """
-        decodes = {n: StepSize(n, n, n, self._max_model_len) for n in reversed(self._decode_sizes)}
-        entries = self._max_num_seqs
-        mixed = {n: StepSize(n, entries, entries - 1, self._max_model_len) for n in reversed(self._mixed_sizes)}
-        works: list[tuple[dict[int, torch.cuda.CUDAGraph], int, Callable[[], object]]] = []
-        works += [(self._mixed, n, partial(forward, size)) for n, size in mixed.items()]
-        works += [(self._decode, n, partial(forward, size)) for n, size in decodes.items()]
-        works += [(self._sampling, n, partial(sample, n)) for n in decodes]
-        for done, (graphs, size, work) in enumerate(works, 1):
+        works: list[tuple[dict[Any, torch.cuda.CUDAGraph], object, Callable[[], object]]] = []
+        for entries, fewer in zip(reversed(self._entries), [*reversed(self._entries[:-1]), 0], strict=True):
+            for rows in (rows for rows in reversed(self._rows) if rows > fewer):
+                size = StepSize(rows, entries, entries - 1, self._max_model_len)
+                works.append((self._mixed, (entries, rows), partial(forward, size)))
+        for n in reversed(self._sizes):
+            works.append((self._decode, n, partial(forward, StepSize(n, n, n, self._max_model_len))))
+            works.append((self._sampling, n, partial(sample, n)))
+        for done, (graphs, key, work) in enumerate(works, 1):
             graph = self._captured(work)
             if graph is not None:
-                graphs[size] = graph
+                graphs[key] = graph
             progress(f"capturing CUDA graphs: {done} of {len(works)}")
-        for graphs, sizes in ((self._mixed, self._mixed_sizes), (self._decode, self._decode_sizes)):
-            sizes[:] = [size for size in sizes if size in graphs]
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         """None, with a warning, where it can't be captured: steps of that size then run eagerly."""
@@ -80,15 +83,16 @@ class StepGraphs:
         return graph
 
     def forward(self, rows: int, entries: int, decodes: int) -> torch.cuda.CUDAGraph | None:
-        """The graph that serves a step's forward, if any does."""
+        """The graph that serves a step's forward, if there is one."""
         if decodes == entries:
-            return _smallest(self._decode, self._decode_sizes, entries)
-        return _smallest(self._mixed, self._mixed_sizes, rows)
+            return self._decode.get(_fitting(self._sizes, entries))
+        return self._mixed.get((_fitting(self._entries, entries), _fitting(self._rows, rows)))
 
     def sampling(self, entries: int) -> torch.cuda.CUDAGraph | None:
-        return _smallest(self._sampling, self._decode_sizes, entries)
+        return self._sampling.get(_fitting(self._sizes, entries))
 
 
-def _smallest(graphs: dict[int, torch.cuda.CUDAGraph], sizes: list[int], at_least: int) -> torch.cuda.CUDAGraph | None:
+def _fitting(sizes: list[int], at_least: int) -> int:
+    """The smallest of `sizes` that suffices; 0 where none does."""
     index = bisect.bisect_left(sizes, at_least)
-    return graphs.get(sizes[index]) if index < len(sizes) else None
+    return sizes[index] if index < len(sizes) else 0

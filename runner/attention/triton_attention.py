@@ -317,7 +317,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     out, scale, window, softcap, num_rows, num_entries, num_decodes,
     GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): a tile of BLOCK_M // GROUP rows of one entry, with all query heads of KV head h.
 
@@ -331,13 +331,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     # Later tiles see more rows: they go first, so that none of them is left over at the end.
     tile_id = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    low = 0
-    high = num_entries + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(entry_starts + middle) // BLOCK_Q + middle <= tile_id
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
+    # The last entry whose tiles begin at or before this one; all are compared at once, since most tiles are nobody's.
+    entry = tl.arange(0, BLOCK_E)
+    first_tile = tl.load(entry_starts + entry, mask=entry <= num_entries, other=0) // BLOCK_Q + entry
+    low = tl.sum(((entry <= num_entries) & (first_tile <= tile_id)).to(tl.int32), 0) - 1
     start = tl.load(entry_starts + low)
     padding = low == num_entries
     end = tl.where(padding, num_rows, tl.load(entry_starts + low + 1, mask=low < num_entries, other=0))
@@ -415,5 +412,6 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
         out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
         GROUP=group, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim,
         PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
-        PRECISION=_precision(query), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
+        PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
     )  # fmt: skip

@@ -113,7 +113,7 @@ def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, resid
     out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     block_k = min(triton.next_power_of_2(k), _MAX_BLOCK_K)
-    block_n = max(_WEIGHTS // block_k // rows // (1 if activation is None else 2), 1)
+    block_n = max(_WEIGHTS // block_k // (1 if activation is None else 2), 1)
     _few_rows_kernel[(triton.cdiv(num_outputs, block_n),)](
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
         x if bias is None else bias, out, total, num_outputs, float(eps),
