@@ -96,14 +96,14 @@ class Decoder(nn.Module):
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    rows: Tensor = few_rows_linear(x, layer.weight, layer.bias)[0] if few_rows.takes(x) else layer(x)
+    rows: Tensor = few_rows_linear(x, layer.weight, layer.bias)[0] if few_rows.takes(x, layer) else layer(x)
     return rows
 
 
 def _normed_linear(x: Tensor, residual: Tensor | None, norm: Norm, layer: nn.Linear,
                    activation: Activation | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the layer of the norm of the sum, gated where an activation is given; the sum)"""
-    if few_rows.takes(x):
+    if few_rows.takes(x, layer):
         return few_rows_linear(
             x, layer.weight, layer.bias, residual=residual, norm_weight=norm.weight, eps=norm.eps,
             unit_offset=norm.unit_offset, activation=activation,

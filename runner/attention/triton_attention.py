@@ -25,8 +25,9 @@ _LONG_SPLIT = 4096
 _MAX_LONG_SPLITS = 16
 _MAX_SPLITS = 64
 _FEW_SPLITS = 4
-_TARGET_PROGRAMS = 1024
-"""About four waves of two programs on each of an H200's 132 multiprocessors: the last one then weighs little."""
+_UNSPLIT_PROGRAMS = 256
+"""From so many on nothing is split: they fill an H200's 132 multiprocessors, and no second launch has to merge them."""
+_TARGET_PROGRAMS = 512
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class TritonAttention:
 
 
 def _decode_tiles(query: Tensor) -> Tiles:
-    # Two to three stages of keys and values in flight, and room for two programs on a multiprocessor.
+    # Three to four stages of keys and values in flight, and room for two or three programs on a multiprocessor.
     if query.dtype == torch.float32:
         return Tiles(16, 16, num_warps=4, num_stages=2)
-    return Tiles(16, 32 if query.shape[2] > 128 else 64, num_warps=4, num_stages=3)
+    return Tiles(16, 32, num_warps=4, num_stages=3 if query.shape[2] > 128 else 4)
 
 
 def _prefill_tiles(query: Tensor, group: int, num_entries: int) -> Tiles:
@@ -294,7 +295,7 @@ def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attent
 
 def _num_splits(programs: int, max_seq_len: int, block_n: int) -> tuple[int, int]:
     """(fill, max_splits) of `_split`, for so many programs before splitting."""
-    fill = 1 << (max(_TARGET_PROGRAMS // programs, 1).bit_length() - 1)
+    fill = 1 if programs >= _UNSPLIT_PROGRAMS else 1 << ((_TARGET_PROGRAMS // programs).bit_length() - 1)
     fill = min(fill, _MAX_SPLITS, _power_of_2(-(-max_seq_len // block_n)))
     return fill, max(fill, min(_MAX_LONG_SPLITS, _power_of_2(-(-max_seq_len // _LONG_SPLIT))))
 

@@ -9,13 +9,15 @@ applied to the sums, which lets the weights stream before it is known.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from runner.kernels.activation import Activation, gated_reference
 from runner.kernels.rms_norm import rms_norm_reference
 
 MAX_ROWS = 2
+MAX_WEIGHTS = 64 << 20
+"""Larger layers take so long that cuBLAS, which reads weights a little faster, wins."""
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
@@ -47,6 +49,8 @@ def few_rows_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = N
     return (out if activation is None else gated_reference(out, activation)), total
 
 
-def takes(x: Tensor) -> bool:
-    """Whether a step of these rows is one for this file."""
-    return x.is_cuda and len(x) <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+def takes(x: Tensor, layer: nn.Module) -> bool:
+    """Whether these rows and this layer are for this file."""
+    if not x.is_cuda or len(x) > MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return type(layer) is nn.Linear and layer.weight.numel() <= MAX_WEIGHTS

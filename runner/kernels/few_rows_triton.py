@@ -13,8 +13,8 @@ from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.activation import Activation
 
 _MAX_BLOCK_K = 1024
-_WEIGHTS = 4096
-"""Weights that a program holds at once: 32 a thread."""
+_WEIGHTS = 8192
+"""Weights that a program holds at once: 64 a thread; half of that where one row's gate and up are held, measured."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
@@ -113,7 +113,8 @@ def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, resid
     out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     block_k = min(triton.next_power_of_2(k), _MAX_BLOCK_K)
-    block_n = max(_WEIGHTS // block_k // (1 if activation is None else 2), 1)
+    held = _WEIGHTS if activation is None or rows == 2 else _WEIGHTS // 2
+    block_n = max(held // block_k // (1 if activation is None else 2), 1)
     _few_rows_kernel[(triton.cdiv(num_outputs, block_n),)](
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
         x if bias is None else bias, out, total, num_outputs, float(eps),

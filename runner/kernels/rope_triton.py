@@ -8,8 +8,7 @@ from torch import Tensor
 from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.rope import HeadNorm, RopeTable
 
-_HEADS = 4
-"""Heads a program."""
+_MANY_ROWS = 128
 
 
 @triton.jit
@@ -111,14 +110,16 @@ def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, table: Rope
     if num_rows == 0:
         return out
     rotary = table.cos.shape[1]
-    parts = triton.cdiv(heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)
+    # Heads a program: few where there are few rows to share out, many where each has enough to do (measured).
+    block_h, num_warps = (4, 2) if num_rows < _MANY_ROWS else (16, 4)
+    parts = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
     _rope_kernel[(num_rows, parts)](
         query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2],
         norm.query_weight if norm else out, norm.key_weight if norm else out, float(norm.eps) if norm else 0.0,
         table.cos, table.sin, rotary, positions, out, key_cache, value_cache, cache_index,
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, HEADS=heads, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
+        HEAD_DIM=head_dim, ROTARY=rotary, BLOCK_H=block_h, BLOCK_HALF=triton.next_power_of_2(rotary // 2),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=2, **dependent_launch(query),
+        num_warps=num_warps, **dependent_launch(query),
     )  # fmt: skip
     return out
