@@ -125,6 +125,21 @@ def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama:
     assert alone == expected
 
 
+def test_the_api_process_has_no_torch(server: RealServer, llama: Path, client: openai.OpenAI) -> None:
+    """Not even once it has used all that might want it: embeddings in every format, a chat template, text."""
+    rows = embed(llama, [5, 6, 7])
+    for payload in (as_safetensors(rows), as_npy(rows), as_torch_file(rows.bfloat16())):
+        body = {"prompt": None, "prompt_embeds": payload}
+        client.completions.create(model="m", prompt="", max_tokens=1, extra_body=body)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=1)
+
+    def has_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert has_torch(server.runner_pid)
+    assert not has_torch(server.process.pid)
+
+
 def test_siblings_share_the_prompt(server: RealServer, llama: Path) -> None:
     ids = clear_prompt(llama, 40, seed=9, max_new_tokens=TOKENS)
     with server.client() as client:
