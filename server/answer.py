@@ -51,7 +51,7 @@ class PromptAnswer:
         self.choices = [
             Choice(
                 first_index + each,
-                _detokenizer(prompt, tokenizer, skip_special_tokens),
+                _detokenizer(prompt, tokenizer, skip_special_tokens, echo=echo),
                 options,
                 echo="" if self._echo is None else self._echo.text,
             )
@@ -109,8 +109,15 @@ class _Echo:
         return records
 
 
-def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> Detokenizer:
-    return tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=skip_special_tokens)
+def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool, *, echo: bool) -> Detokenizer:
+    """A completion's text is that of its own tokens, as transformers decodes them: the same behind ids and behind the
+    same prompt's embeddings, which have no ids. So the bytes of a character that the prompt's last id began do not
+    become that character, unless the prompt is echoed in front of them.
+
+    Decoders that are not made of bytes need the prompt all the same: from it they know whether a space comes first.
+    """
+    before = prompt.token_ids if echo or not tokenizer.vocabulary.is_exact else ()
+    return tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
