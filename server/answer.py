@@ -40,7 +40,7 @@ class PromptAnswer:
         prompt_logprobs: bool,
         skip_special_tokens: bool,
     ) -> None:
-        self.prompt = prompt
+        self.num_rows = len(prompt)
         self.first_index = first_index
         self.cached_tokens = 0
         self._missing = len(prompt) - 1 if prompt_logprobs else 0
@@ -143,7 +143,7 @@ class Answer:
     def __init__(self, prompts: Sequence[PromptAnswer], batch: Batch) -> None:
         self.prompts = prompts
         self._batch = batch
-        self._prompt_tokens = sum(len(each.prompt) for each in prompts)
+        self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
 
     @property

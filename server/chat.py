@@ -25,13 +25,14 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    body = await read_json(request)
-    return await run_handler(request, _chat(body, services_of(request)))
+    # The body has no name here, so that `_chat` can let go of it.
+    return await run_handler(request, _chat(await read_json(request), services_of(request)))
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     refuse_unsupported(body, CHAT)
     request = parse(ChatRequest, body)
+    del body
     check_generation(request)
     envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
     prompt = Prompt.from_token_ids(await chat_prompt_ids(request, services), "messages")
