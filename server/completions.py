@@ -13,6 +13,7 @@ from server.body import read_json
 from server.choices import Delta, TokenRecord
 from server.inputs import completion_prompts
 from server.logprobs import LogprobFormat
+from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse
 from server.services import Services, services_of
@@ -39,6 +40,7 @@ async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
     answer = await open_answer(request, prompts, services)
     del prompts
+    release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
     return await whole_response(answer, form, envelope)

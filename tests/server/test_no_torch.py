@@ -1,4 +1,4 @@
-"""Without torch the tokenizer is the same one, of the same class. (`integration.test_answers` looks at a real server.)"""
+"""Without torch the tokenizer is the same one, of the same class. (`integration.test_answers` looks at a server.)"""
 
 from __future__ import annotations
 
