@@ -40,7 +40,7 @@ class PromptAnswer:
         prompt_logprobs: bool,
         skip_special_tokens: bool,
     ) -> None:
-        self.prompt = prompt
+        self.num_rows = len(prompt)
         self.first_index = first_index
         self.cached_tokens = 0
         self._missing = len(prompt) - 1 if prompt_logprobs else 0
@@ -51,7 +51,7 @@ class PromptAnswer:
         self.choices = [
             Choice(
                 first_index + each,
-                _detokenizer(prompt, tokenizer, skip_special_tokens),
+                _detokenizer(prompt, tokenizer, skip_special_tokens, echo=echo),
                 options,
                 echo="" if self._echo is None else self._echo.text,
             )
@@ -109,8 +109,15 @@ class _Echo:
         return records
 
 
-def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> Detokenizer:
-    return tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=skip_special_tokens)
+def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool, *, echo: bool) -> Detokenizer:
+    """A completion's text is that of its own tokens, as transformers decodes them: the same behind ids and behind the
+    same prompt's embeddings, which have no ids. So the bytes of a character that the prompt's last id began do not
+    become that character, unless the prompt is echoed in front of them.
+
+    Decoders that are not made of bytes need the prompt all the same: from it they know whether a space comes first.
+    """
+    before = prompt.token_ids if echo or not tokenizer.vocabulary.is_exact else ()
+    return tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ class Answer:
     def __init__(self, prompts: Sequence[PromptAnswer], batch: Batch) -> None:
         self.prompts = prompts
         self._batch = batch
-        self._prompt_tokens = sum(len(each.prompt) for each in prompts)
+        self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
 
     @property

@@ -21,7 +21,7 @@ class Auth:
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = tuple(sha256(key.encode()).digest() for key in api_keys)
+        self._digests = tuple(sha256(key.encode(errors="surrogateescape")).digest() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digests and scope["type"] != "lifespan":

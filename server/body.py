@@ -25,8 +25,11 @@ async def read_json(request: Request) -> dict[str, Any]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("The content type must be application/json.")
+    body = bytearray()
     try:
-        body = await request.body()
+        # Not `request.body()`: the request would keep it as long as the answer takes.
+        async for chunk in request.stream():
+            body += chunk
     except ClientDisconnect:
         # Nobody reads this answer; the status is what the access log shows.
         raise APIError(499, "The client closed the connection before the body was complete.") from None
@@ -35,7 +38,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await asyncio.to_thread(parse_object, body)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Raises InvalidRequest. No message quotes the body."""
     try:
         value = msgspec.json.decode(body)

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import APIError, BodyTooLarge, Unavailable
+from server.request_context import current_request
 
 _SHARED_BYTES = 1 << 30
 _IDLE_SECONDS = 60.0
@@ -30,7 +31,7 @@ class BodyLimit:
         self._app = app
         self._limit = limit
         self._held = 0
-        """Bytes of all the bodies whose requests are not being answered yet."""
+        """Bytes of all bodies whose requests are neither released by their routes nor being answered yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,6 +43,9 @@ class BodyLimit:
             await _too_large(limit).response()(scope, receive, send)
             return
         body = _Body(self, limit, receive, send)
+        context = current_request.get()
+        if context is not None:
+            context.release_body = body.release
         try:
             await self._app(scope, body.receive, body.send)
         except APIError:

@@ -15,6 +15,7 @@ from server.conversation import parse_messages
 from server.errors import InvalidRequest
 from server.inputs import Prompt, encode_prompt
 from server.logprobs import LogprobFormat
+from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse
 from server.services import Services, services_of
@@ -25,18 +26,20 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    body = await read_json(request)
-    return await run_handler(request, _chat(body, services_of(request)))
+    # The body has no name here, so that `_chat` can let go of it.
+    return await run_handler(request, _chat(await read_json(request), services_of(request)))
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     refuse_unsupported(body, CHAT)
     request = parse(ChatRequest, body)
+    del body
     check_generation(request)
     envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
     prompt = Prompt.from_token_ids(await chat_prompt_ids(request, services), "messages")
     form = ChatFormat(request, prompt, services)
     answer = await open_answer(request, [prompt], services)
+    release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
     return await whole_response(answer, form, envelope)

@@ -11,8 +11,9 @@ from starlette.responses import Response
 from server.answer import open_answer
 from server.body import read_json
 from server.choices import Delta, TokenRecord
-from server.inputs import Prompt, completion_prompts
+from server.inputs import completion_prompts
 from server.logprobs import LogprobFormat
+from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse
 from server.services import Services, services_of
@@ -23,8 +24,8 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    body = await read_json(request)
-    return await run_handler(request, _complete(body, services_of(request)))
+    # The body has no name here, so that `_complete` can let go of it.
+    return await run_handler(request, _complete(await read_json(request), services_of(request)))
 
 
 async def _complete(body: Mapping[str, Any], services: Services) -> Response:
@@ -33,8 +34,13 @@ async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     check_generation(request)
     envelope = Envelope.new("cmpl", services.model_name(request.model), services.system_fingerprint)
     prompts = await completion_prompts(request, services)
-    form = CompletionFormat(request, prompts, services)
+    # Embeddings may be a hundred megabytes as text and as rows, and an answer takes its time: neither is held for it.
+    del body
+    request = request.model_copy(update={"prompt": None, "prompt_embeds": None})
+    form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
     answer = await open_answer(request, prompts, services)
+    del prompts
+    release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
     return await whole_response(answer, form, envelope)
@@ -45,8 +51,9 @@ class CompletionFormat:
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, request: CompletionRequest, prompts: Sequence[Prompt], services: Services) -> None:
-        self._prompts = prompts
+    def __init__(self, request: CompletionRequest, prompt_ids: Sequence[Sequence[int]], services: Services) -> None:
+        """`prompt_ids`: each prompt's; none where it is embeddings."""
+        self._prompt_ids = prompt_ids
         self._n = request.n or 1
         self._with_logprobs = request.logprobs is not None
         self._with_ids = bool(request.return_token_ids)
@@ -74,7 +81,7 @@ class CompletionFormat:
         if self._with_ids:
             body["token_ids"] = [record.token_id for record in part.tokens]
             if is_first:
-                body["prompt_token_ids"] = list(self._prompts[index // self._n].token_ids) or None
+                body["prompt_token_ids"] = list(self._prompt_ids[index // self._n]) or None
         return body
 
 

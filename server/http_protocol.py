@@ -1,5 +1,5 @@
 """uvicorn's HTTP parser with the limits that it lacks: on the size of a request's head, on a connection that never
-sends one, and on how much of a refused body is read. What is malformed is answered in OpenAI's shape.
+sends one or never ends it, and on how much of a refused body is read. What is malformed is answered in OpenAI's shape.
 
 The head has to be limited here: by the time the application sees a request, its headers are in memory.
 """
@@ -18,11 +18,16 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_DROPPED_BYTES = 256 << 20
 """A refused body is read on and dropped, so that its sender sees the answer; but not without end."""
+HEAD_SECONDS = 60.0
+"""From a head's first bytes to its last ones. Keep-alive does not see it: its timer ends with the first byte."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
+    head_seconds = HEAD_SECONDS
+    _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _in_head = False
+    _in_body = False
     _dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,6 +42,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
+        # Without a head: empty lines, which the parser passes over.
+        if (self._in_head or not (self._in_body or self._is_answering())) and not self.transport.is_closing():
+            self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -46,6 +58,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._in_body = True
+        self._stop_head_timer()
         if self.transport.is_closing():
             return
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -64,11 +78,32 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_body = False
         if not self.transport.is_closing():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(APIError(400, msg, code="invalid_http"))
+
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
+        return cycle is not None and not cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._is_answering():
+            self._start_head_timer()  # A request ahead of its time must not end the one before it.
+            return
+        self._refuse(APIError(408, "The request's headers did not arrive in time.", code="timeout"))
 
     def _refuse_head(self) -> None:
         limits = f"{MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes in all"

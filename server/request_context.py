@@ -31,6 +31,8 @@ class RequestContext:
     """Seconds from the request's arrival to its first token."""
     finish_reasons: list[str] = field(default_factory=list)
     """How each engine request ended: one per prompt, not per choice."""
+    release_body: Callable[[], None] = lambda: None
+    """Set by the body limit: its count of what is held for this request's body goes down."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called once the answer is complete or given up, whatever its route did: closes the streams opened for it."""
 
@@ -40,3 +42,10 @@ class RequestContext:
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+
+
+def release_body() -> None:
+    """Called by a route that holds nothing of its request's body any more, though its answer has not begun."""
+    context = current_request.get()
+    if context is not None:
+        context.release_body()

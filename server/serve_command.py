@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 from server.config import DEFAULT_MODEL_NAME, ServerConfig
@@ -58,6 +59,15 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         type=_nonempty,
         metavar="KEY",
         help="let in only who sends this key, to every route but the probes; may be repeated (default: everybody)",
+    )
+    add(
+        "--api-key-file",
+        dest="api_keys",
+        action="extend",
+        type=_key_file,
+        metavar="FILE",
+        help="the same for every line of this file: other users of the machine can read a command line, but not a file"
+        " that is yours (default: none)",
     )
     add(
         "--max-body-bytes",
@@ -302,6 +312,18 @@ def _number(text: str, low: float, high: float) -> float:
 
 def _nonempty(text: str) -> str:
     return text.strip() or _invalid("must not be empty")
+
+
+def _key_file(name: str) -> list[str]:
+    """The keys, without empty lines and lines that begin with #."""
+    try:
+        lines = Path(name).read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        _invalid(f"cannot read {name}: {error.strerror}")
+    except UnicodeDecodeError:
+        _invalid(f"{name} is not a text in UTF-8")
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return keys or _invalid(f"there is no key in {name}")
 
 
 def _invalid(message: str) -> NoReturn:

@@ -97,25 +97,24 @@ def test_chat_is_the_template_s_prompt(client: openai.OpenAI, llama: Path) -> No
 
 
 def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama: Path) -> None:
-    """Compared by token ids: the text of random ids may begin with the rest of a character that the prompt began."""
     prompts = [clear_prompt(llama, 5 + 3 * i, seed=i, max_new_tokens=TOKENS) for i in range(8)]
-    expected = [hf_generate(llama, ids, TOKENS, ignore_eos=True) for ids in prompts]
+    expected = [(reference(llama, ids), hf_generate(llama, ids, TOKENS, ignore_eos=True)) for ids in prompts]
     common: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0}
 
-    async def ask(client: openai.AsyncOpenAI, i: int) -> list[int]:
+    async def ask(client: openai.AsyncOpenAI, i: int) -> tuple[str, list[int]]:
         ids = prompts[i % 8]
         body: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
         if i % 4 > 1:
             body |= {"prompt": None, "prompt_embeds": as_safetensors(embed(llama, ids))}
+        parts: list[Any]
         if i % 2:
             chunks = await client.completions.create(prompt=ids, stream=True, extra_body=body, **common)
-            return [token async for chunk in chunks for token in ids_of(chunk)]
-        return ids_of(await client.completions.create(prompt=ids, extra_body=body, **common))
+            parts = [chunk.choices[0] async for chunk in chunks]
+        else:
+            parts = (await client.completions.create(prompt=ids, extra_body=body, **common)).choices
+        return "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
 
-    def ids_of(completion: Any) -> list[int]:
-        return list(completion.choices[0].token_ids)
-
-    async def crowd_and_alone() -> tuple[list[list[int]], list[list[int]]]:
+    async def crowd_and_alone() -> tuple[list[Any], list[Any]]:
         async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
             crowd = await asyncio.gather(*(ask(client, i) for i in range(32)))
             return crowd, [await ask(client, i) for i in range(8)]
@@ -123,6 +122,21 @@ def test_thirty_two_at_once_answer_like_one_at_a_time(server: RealServer, llama:
     crowd, alone = asyncio.run(crowd_and_alone())
     assert crowd == expected * 4
     assert alone == expected
+
+
+def test_the_api_process_has_no_torch(server: RealServer, llama: Path, client: openai.OpenAI) -> None:
+    """Not even once it has used all that might want it: embeddings in every format, a chat template, text."""
+    rows = embed(llama, [5, 6, 7])
+    for payload in (as_safetensors(rows), as_npy(rows), as_torch_file(rows.bfloat16())):
+        body = {"prompt": None, "prompt_embeds": payload}
+        client.completions.create(model="m", prompt="", max_tokens=1, extra_body=body)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=1)
+
+    def has_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert has_torch(server.runner_pid)
+    assert not has_torch(server.process.pid)
 
 
 def test_siblings_share_the_prompt(server: RealServer, llama: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from server.auth import OPEN_PATHS
+from server.auth import OPEN_PATHS, Auth
 from tests.models import Family
 from tests.server.harness import ServerProcess
 from tests.server.scripted_runner import Script
@@ -92,3 +93,10 @@ def test_no_cross_origin_headers(guarded: ServerProcess) -> None:
         answer = client.get("/v1/models", headers=headers)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_key_that_is_not_utf8() -> None:
+    """A command line may hold any bytes; Python has them as lone surrogates."""
+    auth = Auth(lambda *_: pytest.fail("not asked"), [os.fsdecode(b"k\xff")])
+    assert auth._knows(b"Bearer k\xff".decode("latin-1"))
+    assert not auth._knows("Bearer k")

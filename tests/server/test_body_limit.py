@@ -7,12 +7,15 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from server import body_limit
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
+from server.request_context import RequestContext, current_request, release_body
+from tests.server.fakes import FakeEngine, application, say, services
 from tests.server.harness import ServerProcess
 
 MODEL_LIMIT = ServerConfig().body_limit_for(512, 64)
@@ -123,6 +126,51 @@ def test_all_bodies_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         await fourth.put(0, more=False)
         assert [await second.status(), await fourth.status()] == [200, 200]
         assert middleware._held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_route_may_let_go_of_its_body_earlier() -> None:
+    async def scenario() -> None:
+        held: list[int] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            held.append(middleware._held)
+            release_body()
+            held.append(middleware._held)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        current_request.set(RequestContext("id"))
+        middleware = BodyLimit(app, lambda: 10)
+        await Upload(middleware).put(7, more=False)
+        assert [*held, middleware._held] == [7, 0, 0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_generating_routes_do_once_the_engine_has_the_prompt(path: str, prompt: dict[str, object]) -> None:
+    """A hundred whole answers to large embeddings may be awaited at once."""
+
+    async def scenario() -> None:
+        engine = FakeEngine(say("hi"), hang=True)
+        middleware = BodyLimit(application(services(engine)), lambda: 1000)
+        current_request.set(RequestContext("id"))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://test") as client:
+            asking = asyncio.create_task(client.post(path, json=prompt))
+            async with asyncio.timeout(20):
+                while not engine.submitted or middleware._held:  # noqa: ASYNC110 - nothing to wait for sets an event
+                    await asyncio.sleep(0.01)
+            assert not asking.done()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     asyncio.run(scenario())
 

@@ -116,6 +116,17 @@ def test_an_empty_api_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "must not be empty" in usage_error(capsys, "--api-key", "")
 
 
+def test_api_keys_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbf# whose\r\nfirst \r\n\n  s\xc3\xa9cond#2")
+    assert config_of("--api-key", "a", "--api-key-file", str(path)).api_keys == ("a", "first", "sécond#2")
+    assert config_of("--api-key-file", str(path), "--api-key", "a").api_keys == ("first", "sécond#2", "a")
+    for content, words in ((b"\n# none\n", "there is no key in"), (b"\xff", "not a text in UTF-8")):
+        path.write_bytes(content)
+        assert words in usage_error(capsys, "--api-key-file", str(path))
+    assert "cannot read" in usage_error(capsys, "--api-key-file", str(tmp_path / "missing"))
+
+
 def test_names_of_the_model(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()

@@ -375,8 +375,19 @@ def test_echo_of_half_a_character_is_completed_by_the_answer() -> None:
     first, *rest = byte_ids("🫠".encode())
     with api(lambda _ids, _choice: Line(rest, "length")) as (client, _):
         assert complete(client, prompt=[first], max_tokens=3, echo=True)["choices"][0]["text"] == "🫠"
-        assert complete(client, prompt=[first], max_tokens=3)["choices"][0]["text"] == "🫠"
         assert complete(client, prompt=[first], max_tokens=0, echo=True)["choices"][0]["text"] == "\ufffd"
+
+
+def test_without_echo_the_text_is_that_of_the_completion_s_own_tokens() -> None:
+    """As transformers decodes them, and the same whether the prompt was ids or embeddings."""
+    first, *rest = byte_ids("🫠".encode())
+    rest += ids_of(" ok")
+    with api(lambda _ids, _choice: Line(rest, "length")) as (client, _):
+        texts = [
+            complete(client, max_tokens=len(rest), **prompt)["choices"][0]["text"]
+            for prompt in ({"prompt": [first]}, {"prompt_embeds": embedding(1)[0]})
+        ]
+    assert texts == [build_tokenizer().decode(rest)] * 2
 
 
 def test_echo_of_embeddings_is_refused() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 
+import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -130,23 +131,33 @@ def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) 
         body = {"model": "scripted", "prompt": "a secret prompt", "max_tokens": 3, "ignore_eos": True}
         own = client.post("/v1/completions?secret=1", json=body, headers={"x-request-id": "client-7"})
         other = client.post("/v1/secret", json=body, headers=hostile)
+
+    def logged(answer: httpx.Response) -> list[str]:
+        """Written once the answer has been sent."""
+        name = f"id={answer.headers['x-request-id']}"
+        return eventually(lambda: [line for line in server.stderr.splitlines() if name in line])
+
     assert own.status_code == 200
-    lines = server.stderr.splitlines()
-    (line,) = [line for line in lines if f"id={own.headers['x-request-id']}" in line]
+    (line,) = logged(own)
     for part in ("route=/v1/completions", "status=200", "completion_tokens=3", "finished=length", "client_id=client-7"):
         assert part in line
-    (line,) = [line for line in lines if f"id={other.headers['x-request-id']}" in line]
+    (line,) = logged(other)
     assert "route=unknown" in line
     assert "secret" not in server.stderr
     assert "evil" not in server.stderr
 
 
-def test_a_connection_that_never_sends_a_request_is_closed() -> None:
-    """uvicorn starts its keep-alive timer after the first answer only."""
+def answer_to(data: bytes, *, more: bytes = b"") -> bytes:
+    """All that a server sends before it closes a connection on which `data` arrives, then `more` again and again."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    async def scenario() -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        while more:
+            await asyncio.sleep(0.05)
+            writer.write(more)
+
+    async def scenario() -> bytes:
         with bind("127.0.0.1", 0) as listener:
             config = uvicorn.Config(
                 app, http=LimitedHttpProtocol, lifespan="off", log_config=None, timeout_keep_alive=1
@@ -154,9 +165,29 @@ def test_a_connection_that_never_sends_a_request_is_closed() -> None:
             http = uvicorn.Server(config)
             serving = asyncio.create_task(http._serve([listener]))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.write(data)
+            dripping = asyncio.create_task(drip(writer))
+            answer = await asyncio.wait_for(reader.read(), 10)
+            dripping.cancel()
             writer.close()
             http.should_exit = True
             await serving
+        return answer
 
-    asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def test_a_connection_that_never_sends_a_request_is_closed() -> None:
+    """uvicorn starts its keep-alive timer after the first answer only."""
+    assert answer_to(b"") == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "more"), [(b"GET /livez HTTP/1.1\r\n", b""), (b"GET /livez HTTP/1.1\r\n", b"X: 1\r\n"), (b"\r\n", b"\r\n")]
+)
+def test_a_head_that_never_ends_is_given_up(data: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn's keep-alive timer ends with the first byte."""
+    monkeypatch.setattr(LimitedHttpProtocol, "head_seconds", 0.3)
+    head, _, body = answer_to(data, more=more).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "timeout"

@@ -1,0 +1,71 @@
+"""What the API process holds while an answer takes its time: not the body of its request, nor the rows in it."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import HIDDEN_SIZE, Family
+from tests.server.harness import ServerProcess, completion, eventually
+from tests.server.scripted_runner import Script
+
+ROWS = 160_000
+"""40 MiB of float32, 53 as base64."""
+SLACK = 20 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    script = Script(model=str(tiny_model("llama")), max_model_len=2 * ROWS, step_seconds=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        # Without it glibc keeps up to 64 MiB of what was freed, depending on what was freed before.
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+        with ServerProcess(script, tmp_path_factory.mktemp("server")) as server:
+            yield server.wait_ready()
+
+
+def anonymous_bytes(pid: int) -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def embedding(rows: int) -> str:
+    file = io.BytesIO()
+    np.save(file, np.zeros((rows, HIDDEN_SIZE), dtype=np.float32))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat"])
+def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: bool) -> None:
+    body: dict[str, Any] = completion(1000, stream=stream)
+    path = "/v1/completions"
+    if kind == "prompt_embeds":
+        body |= {"prompt": None, "prompt_embeds": embedding(ROWS)}
+    else:
+        body["unknown"] = "x" * (50 << 20)
+    if kind == "chat":
+        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "hi"}]
+        del body["prompt"]
+    server.complete(1)
+    before = anonymous_bytes(server.process.pid)
+    queued, aborted = (len(server.messages(kind)) for kind in ("generate", "abort"))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        eventually(lambda: len(server.messages("generate")) > queued)
+        eventually(lambda: anonymous_bytes(server.process.pid) < before + SLACK, 10)
+        assert len(server.messages("abort")) == aborted  # It is still being answered.
+    finally:
+        connection.close()
+    eventually(lambda: len(server.messages("abort")) > aborted)
