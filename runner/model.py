@@ -52,6 +52,10 @@ class Model:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def is_fused(self) -> bool:
+        return self._decoder is not None
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden] rows, as the model's own embedding makes them (scaling included)."""
         rows: Tensor = self._embedding(token_ids.long())

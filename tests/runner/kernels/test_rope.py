@@ -34,6 +34,7 @@ CASES = [
     Case(5, 6, 2, 96, 96, "gemma"),
     Case(4, 4, 4, 96, 48),
     Case(3, 4, 4, 64, 32, "plain"),
+    Case(130, 18, 2, 64, 32, "plain"),
 ]
 
 
@@ -45,8 +46,8 @@ def make_args(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], HeadNorm | 
     value = torch.randn(case.rows, case.kv_heads, case.head_dim).to(dtype)
     angles = torch.rand(50, case.rotary_dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, dim=1).to(dtype) for f in (torch.cos, torch.sin))
-    key_cache, value_cache = torch.randn(2, 4, 16, case.kv_heads, case.head_dim).to(dtype)
-    index, positions = torch.randperm(64)[: case.rows], torch.randint(50, (case.rows,))
+    key_cache, value_cache = torch.randn(2, 16, 16, case.kv_heads, case.head_dim).to(dtype)
+    index, positions = torch.randperm(256)[: case.rows], torch.randint(50, (case.rows,))
     norm = None
     if case.norm:
         weights = torch.randn(2, case.head_dim).to(dtype)
