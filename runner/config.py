@@ -29,6 +29,8 @@ class RunnerConfig:
     """Request slots."""
     max_num_batched_tokens: int | None = None
     """Rows computed in one step, at most."""
+    chunked_prefill_size: int | None = None
+    """Of these, prompt rows while other sequences decode, at most: the longer the step, the longer they wait."""
     block_size: int = 16
     """Rows per KV block."""
     gpu_memory_utilization: float = 0.9
@@ -37,6 +39,7 @@ class RunnerConfig:
     seed: int = 0
     """Seeds dummy weights; requests carry seeds of their own."""
     enforce_eager: bool = False
+    """Never capture CUDA graphs."""
     async_scheduling: bool | None = None
     """None: on where the device runs beside the host (CUDA), off on the CPU, where there is nothing to overlap."""
     enable_prefix_caching: bool = True

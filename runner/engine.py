@@ -39,7 +39,8 @@ class _Counters:
 
 class Engine:
     def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, limits: Limits, config: RunnerConfig,
-                 emit: Emit) -> None:  # fmt: skip
+                 emit: Emit, *, chunked_prefill_size: int | None = None) -> None:  # fmt: skip
+        """`chunked_prefill_size`: the default where the configuration leaves it open."""
         self.model, self.limits, self.config = model, limits, config
         self.scheduler = Scheduler(
             num_slots=limits.max_num_seqs,
@@ -48,6 +49,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_admitted_rows=max_admitted_rows(limits.max_model_len, limits.max_num_batched_tokens),
+            chunked_prefill_size=config.chunked_prefill_size or chunked_prefill_size,
         )
         self.device = DeviceStep(
             model,
@@ -94,10 +96,10 @@ class Engine:
         limits = choose_limits(config, int(text_config.max_position_embeddings), device)
         model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
         progress("sizing the KV cache")
-        reserve = measure(model, backend, limits, config.block_size)
-        num_blocks = choose_num_blocks(config, model, limits, reserve)
+        largest = measure(model, backend, limits, config.block_size)
+        num_blocks = choose_num_blocks(config, model, limits, largest.reserve)
         cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
-        engine = Engine(model, cache, backend, limits, config, emit)
+        engine = Engine(model, cache, backend, limits, config, emit, chunked_prefill_size=largest.chunk)
         if device.type == "cuda" and not config.enforce_eager:
             engine.device.capture(progress)
         return engine

@@ -73,13 +73,16 @@ class Scheduler:
     to prompts, in chunks."""
 
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
-                 max_num_batched_tokens: int, max_admitted_rows: int) -> None:  # fmt: skip
+                 max_num_batched_tokens: int, max_admitted_rows: int,
+                 chunked_prefill_size: int | None = None) -> None:  # fmt: skip
+        """`chunked_prefill_size`: prompt rows of a step in which others decode, at most; None: no bound of its own."""
         if max_num_batched_tokens < num_slots:
             raise ValueError(
                 "every sequence decodes in every step: max_num_batched_tokens is too small for max_num_seqs"
             )
         self.block_size = block_size
         self.budget = max_num_batched_tokens
+        self.chunked_prefill_size = chunked_prefill_size or max_num_batched_tokens
         self.max_admitted_rows = max_admitted_rows
         self.pool = BlockPool(num_blocks)
         self.table = SlotTable(num_slots, max_model_len, block_size)
@@ -136,6 +139,8 @@ class Scheduler:
             table.num_blocks[lacking] += 1
 
         budget = self.budget - len(decodes)
+        if len(decodes):
+            budget = min(budget, self.chunked_prefill_size)
         chunks: list[tuple[int, int]] = []  # (slot, rows)
         prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
         for slot in prefills[np.argsort(table.admission[prefills])].tolist():

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 _DECODE_SIZES = (1, 2, 4, 8, 12, *range(16, 64, 8), *range(64, 128, 16), *range(128, 512, 32), *range(512, 4097, 128))
 _MIXED_ENTRIES = (32, 96)
 """Entries of a mixed step that aren't there cost their share of a launch in every layer."""
-_MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048)
+_MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048,
+               3072, 4096, 5120, 6144, 7168, 8192)  # fmt: skip
+_MANY_ROWS = 2048
+"""Beyond these, entries that aren't there no longer count."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class StepGraphs:
         """
         works: list[tuple[dict[Any, torch.cuda.CUDAGraph], object, Callable[[], object]]] = []
         for entries, fewer in zip(reversed(self._entries), [*reversed(self._entries[:-1]), 0], strict=True):
-            for rows in (rows for rows in reversed(self._rows) if rows > fewer):
+            for rows in reversed(self._rows):
+                if rows <= fewer or (rows > _MANY_ROWS and entries < self._entries[-1]):
+                    continue
                 size = StepSize(rows, entries, entries - 1, self._max_model_len)
                 works.append((self._mixed, (entries, rows), partial(forward, size)))
         for n in reversed(self._sizes):
@@ -86,7 +91,8 @@ class StepGraphs:
         """The graph that serves a step's forward, if there is one."""
         if decodes == entries:
             return self._decode.get(_fitting(self._sizes, entries))
-        return self._mixed.get((_fitting(self._entries, entries), _fitting(self._rows, rows)))
+        rows = _fitting(self._rows, rows)
+        return self._mixed.get((self._entries[-1] if rows > _MANY_ROWS else _fitting(self._entries, entries), rows))
 
     def sampling(self, entries: int) -> torch.cuda.CUDAGraph | None:
         return self._sampling.get(_fitting(self._sizes, entries))

@@ -7,6 +7,8 @@ Called by `Engine.load` (and `runner.verify`) before the KV cache exists.
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +22,10 @@ from runner.model import Model, load_model, refuse_moving_rope
 log = logging.getLogger(__name__)
 
 TRIAL_ROWS = 8
+PREFILL_SECONDS = 0.03
+"""How long the prompts in a step may hold up the sequences that decode in it: with the decodes themselves that stays
+below 40 ms from token to token."""
+_CHUNK_STEP = 256
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
@@ -60,17 +66,32 @@ def load_checked(
     return model, backend
 
 
-def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int) -> int:
-    """On CUDA, the bytes that the largest step takes beyond weights and cache; elsewhere 0."""
+@dataclass(frozen=True)
+class LargestStep:
+    """What a step of max_num_batched_tokens rows was seen to need."""
+
+    reserve: int = 0
+    """Bytes of device memory beyond weights and cache."""
+    chunk: int | None = None
+    """Prompt rows that take PREFILL_SECONDS; None where others' decodes aren't to be shielded from them."""
+
+
+def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int) -> LargestStep:
+    """On CUDA; elsewhere nothing is known beforehand."""
     if model.device.type != "cuda":
-        return 0
+        return LargestStep()
     rows = limits.max_num_batched_tokens
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     with torch.inference_mode():
         batch = trial_batch(model, backend, rows, block_size)
         token_ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, batch)
+        for _ in range(2):  # the first time compiles kernels
+            torch.cuda.synchronize(model.device)
+            started = time.perf_counter()
+            hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, batch)
+            torch.cuda.synchronize(model.device)
+            seconds = time.perf_counter() - started
         # Raw logits, a filtered copy and the sampler's temporaries.
         logits = model.logits(hidden[: limits.max_num_seqs]).float()
         peak = torch.cuda.max_memory_allocated(model.device) - before
@@ -78,7 +99,8 @@ def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size:
     del batch, token_ids, hidden, logits
     torch.cuda.empty_cache()
     state = limits.max_num_seqs * limits.max_model_len * 4 + 2 * rows * model.hidden_size * model.dtype.itemsize
-    return int(peak * 1.1) + state + (512 << 20)
+    chunk = int(rows * PREFILL_SECONDS / seconds) // _CHUNK_STEP * _CHUNK_STEP
+    return LargestStep(int(peak * 1.1) + state + (512 << 20), min(max(chunk, _CHUNK_STEP), rows))
 
 
 def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: int) -> AttentionBatch:

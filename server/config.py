@@ -54,6 +54,7 @@ class ServerConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    chunked_prefill_size: int | None = None
     max_queue: int = 1024
     max_row_bytes: int = 4096 * _MIB
     """Prompt embeddings that the runner holds for unfinished requests, bytes of host memory."""
@@ -90,6 +91,7 @@ class ServerConfig:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
             block_size=self.block_size,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

@@ -153,7 +153,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add(
         "--enforce-eager",
         action="store_true",
-        help=_with_default("never capture CUDA graphs; none are captured yet", "off"),
+        help=_with_default("never capture CUDA graphs", "off"),
     )
 
 
@@ -166,6 +166,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=_size(1),
         metavar="ROWS",
         help="rows computed in one step (default: by model and device)",
+    )
+    add(
+        "--chunked-prefill-size",
+        type=_size(1),
+        metavar="ROWS",
+        help="of these, prompt rows while others decode (default: what a GPU computes in 30 ms; no bound on a CPU)",
     )
     add(
         "--max-queue",

@@ -79,6 +79,23 @@ def test_decodes_come_first_and_prompts_share_the_rest_in_order() -> None:
     engine.assert_empty()
 
 
+def test_prompts_take_smaller_chunks_while_others_decode() -> None:
+    engine = ToyEngine(max_num_batched_tokens=16, chunked_prefill_size=3)
+    engine.add(make_request(0, prompt(10)))
+    assert entries_of(engine) == [(0, 10)]
+    engine.retire()
+    engine.add(make_request(1, prompt(7, 1)))
+    engine.add(make_request(2, prompt(7, 2)))
+    # As everywhere, the last row of a prompt counts as a decode.
+    for expected in ([(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 1), (2, 3)]):
+        assert entries_of(engine) == expected
+        engine.retire()
+    engine.run()
+    for number, length in enumerate((10, 7, 7)):
+        assert engine.tokens[number, 0] == answer(prompt(length, number), 4)
+    engine.assert_empty()
+
+
 def test_the_budget_has_a_row_for_every_slot() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is too small"):
         ToyEngine(num_slots=5, max_num_batched_tokens=4)

@@ -50,6 +50,7 @@ def test_the_defaults_are_the_runners_own() -> None:
         ("--attention-backend sdpa --enforce-eager", {"attention_backend": "sdpa", "enforce_eager": True}),
         ("--max-model-len 1k --max-num-seqs 8", {"max_model_len": 1000, "max_num_seqs": 8}),
         ("--max-num-batched-tokens 2Ki --max-queue 0", {"max_num_batched_tokens": 2048, "max_queue": 0}),
+        ("--chunked-prefill-size 512", {"chunked_prefill_size": 512}),
         ("--block-size 32 --gpu-memory-utilization 0.5", {"block_size": 32, "gpu_memory_utilization": 0.5}),
         ("--kv-cache-memory-bytes 4G", {"kv_cache_memory_bytes": 4 * 10**9}),
         (
