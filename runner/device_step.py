@@ -173,9 +173,10 @@ class DeviceStep:
             graph = self._graphs.sampling(entries) if self._graphs is not None else None
             graph.replay() if graph is not None else self._plain_sampling(entries)
         else:
-            logits = self._logits[:entries].float()
-            raw = logits.clone() if asking and (asks.penalties or edits) else logits
-            self._choose(logits, asks, edits, int(step.positions.max()))
+            raw = self._logits[:entries]
+            if asking and (asks.penalties or edits) and raw.dtype == torch.float32:
+                raw = raw.clone()  # else the sampler changes a copy of its own
+            self._choose(entries, asks, edits)
             if asking:
                 top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
                 index = self._to_device(torch.tensor(asking))
@@ -219,12 +220,11 @@ class DeviceStep:
     @torch.inference_mode()
     def _plain_sampling(self, entries: int) -> None:
         """For entries that ask for nothing but a temperature."""
-        self._choose(self._logits[:entries].float(), Asks(), [], 0)
+        self._choose(entries, Asks(), [])
 
-    def _choose(self, logits: Tensor, asks: Asks, edits: list[LogitEdits], max_len: int) -> None:
-        entries = len(logits)
-        slot = self._record[SLOTS, :entries].long()
-        self._sampled[:entries] = sample(logits, slot, self.slots, self.sampling, asks, edits, max_len)
+    def _choose(self, entries: int, asks: Asks, edits: list[LogitEdits]) -> None:
+        slot, logits = self._record[SLOTS, :entries], self._logits[:entries]
+        sample(logits, slot, self.slots, self.sampling, asks, edits, self._sampled)
         advance_slots(self._record, entries, self.inputs, self._sampled, self.slots)
 
     def _input_rows(self, rows: int) -> Tensor:
@@ -240,12 +240,12 @@ class DeviceStep:
     def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:
             count = score.end - score.start
-            slot = self._record[SLOTS, score.entry].long()
+            slot = int(launched.step.slots[score.entry])  # the host's: indexing with the device's would wait for it
             targets = self.slots.token_ids[slot, score.start : score.end].long()
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)
-                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last]).float()
+                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last])
                 parts.append(logprobs_of(logits, targets[first:last].clamp(min=0), score.top))
             joined = Logprobs(*(torch.cat([getattr(p, f) for p in parts]) for f in Logprobs.__dataclass_fields__))
             launched.prompt_logprobs.append((score, _to_host(targets), _logprobs_to_host(joined)))

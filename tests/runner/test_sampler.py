@@ -18,17 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from runner.kernels.filters import apply_floors, filter_floors
+from runner.kernels.penalties import apply_penalties
 from runner.messages import EMBEDDING_ID, SamplingParams
-from runner.sampler import (
-    Asks,
-    LogitEdits,
-    SamplingState,
-    apply_filters,
-    apply_penalties,
-    logprobs_of,
-    pack,
-    sample,
-)
+from runner.sampler import Asks, LogitEdits, SamplingState, logprobs_of, pack, sample
 from runner.slots import SlotState
 from tests.parity.chi_square import p_value
 
@@ -72,7 +65,7 @@ def sample_one_each(
     for request in requests:
         asks |= Asks.of(request)
     slot = torch.arange(len(requests))
-    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits or [], int(slots.length.max()))
+    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits or [])
     return [int(token) for token in tokens]
 
 
@@ -144,9 +137,8 @@ def test_filters_keep_what_transformers_keeps(temperature: float) -> None:
     rows = 20
     logits = random_logits(rows * len(FILTERS))
     requests = [params(temperature=temperature, **asks) for asks in FILTERS for _ in range(rows)]
-    state = make_state(requests)
-    _, top_p, min_p, *_ = state.floats.unbind(0)
-    filtered = apply_filters(logits, torch.full((len(logits),), temperature), state.ints[0], top_p, min_p)
+    floors = filter_floors(logits, torch.arange(len(logits)), make_state(requests))
+    filtered = apply_floors(logits, floors)
     for i, asks in enumerate(FILTERS):
         block = slice(i * rows, (i + 1) * rows)
         expected = reference_filter(logits[block], temperature, asks)
@@ -215,9 +207,8 @@ def test_penalties_are_the_formulas() -> None:
     logits = random_logits(len(PENALISED))
     slots = make_slots([p for p, _, _ in PENALISED], [a for _, a, _ in PENALISED])
     state = make_state([params(**asks) for _, _, asks in PENALISED])
-    *_, presence, frequency, repetition = state.floats.unbind(0)
-    slot = torch.arange(len(PENALISED))
-    result = apply_penalties(logits, slot, slots, int(slots.length.max()), presence, frequency, repetition)
+    result = logits.clone()
+    apply_penalties(result, torch.arange(len(PENALISED)), slots, state)
     for row, before, (prompt, answer, asks) in zip(result, logits, PENALISED, strict=True):
         expected = reference_penalties(
             before.tolist(),
@@ -234,8 +225,8 @@ def test_repetition_penalty_is_transformers() -> None:
     logits = random_logits(1)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     slots = make_slots([ids[:5]], [ids[5:]])
-    zero = torch.zeros(1)
-    result = apply_penalties(logits, torch.tensor([0]), slots, 8, zero, zero, torch.tensor([1.7]))
+    result = logits.clone()
+    apply_penalties(result, torch.tensor([0]), slots, make_state([params(repetition_penalty=1.7)]))
     torch.testing.assert_close(result, RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone()))
 
 
@@ -243,8 +234,8 @@ def test_entries_read_their_own_slots() -> None:
     """Entries are packed, slots are not."""
     logits = random_logits(2)
     slots = make_slots([[1], [2], [3]], [[10], [11], [12]])
-    one = torch.ones(2)
-    result = apply_penalties(logits, torch.tensor([2, 0]), slots, 2, 5 * one, 0 * one, one)
+    result = logits.clone()
+    apply_penalties(result, torch.tensor([2, 0]), slots, make_state([params(presence_penalty=5.0)] * 3))
     assert (result - logits).nonzero().tolist() == [[0, 12], [1, 10]]
 
 
@@ -339,7 +330,7 @@ def test_entries_draw_with_what_their_own_slots_ask() -> None:
 
     def draw(*slot: int) -> list[int]:
         entries = logits[: len(slot)].clone()
-        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, [], 3)]
+        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, [])]
 
     assert draw(2, 0) == [*draw(2), *draw(0)]
     for seed in range(20):
@@ -352,12 +343,12 @@ def test_the_choice_and_both_words_of_the_seed_count() -> None:
     logits = random_logits(1).expand(n, -1)
     slots = make_slots([[1]] * n, [[]] * n)
     state = make_state([params(temperature=1.5)] * n)
-    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), [], 1)
+    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), [])
     assert len(set(alone.tolist())) == 1
     for field in range(1, 4):
         other = make_state([params(temperature=1.5)] * n)
         other.ints[field] = torch.arange(n)
-        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), [], 1)
+        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), [])
         assert len(set(draws.tolist())) > 15
 
 
