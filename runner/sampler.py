@@ -1,9 +1,9 @@
 """From logits to tokens: penalties, edits, temperature, filters and the choice.
 
 Called by `runner.device_step`. Per-request parameters live on the device, by slot (`SamplingState`), and every kernel
-reads them there; a stage that nobody in the step asks for is skipped, and within a stage only rows that ask do work. The
-order is the one that users of other servers know: penalties, logit_bias and min_tokens on the logits, then temperature,
-then min_p, top_k and top_p on the distribution.
+reads them there; a stage that nobody in the step asks for is skipped, and within a stage only rows that ask do work.
+The order is the one that users of other servers know: penalties, logit_bias and min_tokens on the logits, then
+temperature, then min_p, top_k and top_p on the distribution.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def sample(logits: Tensor, slot: Tensor, slots: SlotState, sampling: SamplingSta
     graph can hold it: one for each `asks`, without edits. Asks that nobody makes cost a launch and change nothing.
 
     Args:
-        logits: [E, vocab], any float dtype. Float32 ones are overwritten where a penalty or an edit changes them; others
-            are then copied to float32 first, and stay.
+        logits: [E, vocab], any float dtype. Float32 ones are overwritten where a penalty or an edit changes them;
+            others are then copied to float32 first, and stay.
         slot: [E] int32 or int64, device. Padding may have any slot (0), and gets any token.
         out: [>= E] int64, device; None for a new one.
 

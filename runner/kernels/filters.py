@@ -1,8 +1,8 @@
 """min_p, top_k and top_p: where each row's distribution is cut off.
 
-Called by `runner.sampler` for steps in which somebody filters. A row's tokens are ordered by logit, equal ones by id, the
-lowest first. Each filter keeps a beginning of that order, so what all of them leave can be said in two numbers, which
-the choice then compares with: nothing is sorted, and the logits stay as they are.
+Called by `runner.sampler` for steps in which somebody filters. A row's tokens are ordered by logit, equal ones by id,
+the lowest first. Each filter keeps a beginning of that order, so what all of them leave can be said in two numbers,
+which the choice then compares with: the logits stay as they are.
 
     min_p   (Nguyen et al. 2024, arXiv:2407.01082) keeps logits of at least best + temperature * ln(min_p);
     top_k   then keeps the first k;

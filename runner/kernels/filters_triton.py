@@ -5,8 +5,8 @@ and collect the few tokens above it, and the search goes on among those. The bou
 each of k lanes has a token above x proves that the k-th best token is above x. Where no useful bound is found, or the
 tokens above it are too many, the search goes through the whole row instead.
 
-Logits are compared as integers in the same order. Probabilities, relative to the best token's, are summed as integers of
-2^-40, so a sum doesn't depend on the order of its terms.
+Logits are compared as integers in the same order. Probabilities, relative to the best token's, are summed as integers
+of 2^-40, so a sum doesn't depend on the order of its terms.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The vocabulary is split over programs when the batch alone doesn't fill the device; a second, tiny launch then picks the
 best of the splits. A row's parameters are read by its slot. The hash is the reference's, bit for bit.
 
-A random row is bound by its arithmetic, some 30 instructions a token. So the choice is the least of minus everything, in
-base 2 and less a constant: that changes nothing of which token it is.
+A random row is bound by its arithmetic, some 30 instructions a token. So the choice is the least of minus everything,
+in base 2 and less a constant: that changes nothing of which token it is.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _consider(  # type: ignore[no-untyped-def]
     if FILTERED:
         stays = (value > floor) | ((value == floor) & (token <= last))
         value = tl.where(stays, value, float("-inf"))
-    if random:
+    if random:  # noqa: SIM108 (a branch: a greedy row skips the noise)
         cost = value * minus_scale + _lag(first, second, token)
     else:
         cost = -value
@@ -124,7 +124,19 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         )
     if whole_end < end:
         best, best_id = _consider(
-            logits, whole_end + lanes, end, best, best_id, random, minus_scale, first, second, floor, last, FILTERED, True
+            logits,
+            whole_end + lanes,
+            end,
+            best,
+            best_id,
+            random,
+            minus_scale,
+            first,
+            second,
+            floor,
+            last,
+            FILTERED,
+            True,
         )
     top = tl.min(best, 0)
     index = row * tl.num_programs(1) + split

@@ -1,8 +1,8 @@
 """The Triton side of `runner.kernels.logprobs`: one launch over tiles of the vocabulary, one that joins a row's tiles.
 
-A tile stays in registers while its best tokens are taken out one by one; the few of all tiles are then the candidates of
-the second launch. A candidate is one int64 (the logit as an integer in the same order, above the id's complement), so
-that one maximum finds the best logit and among equals the lowest id.
+A tile stays in registers while its best tokens are taken out one by one; the few of all tiles are then the candidates
+of the second launch. A candidate is one int64 (the logit as an integer in the same order, above the id's complement),
+so that one maximum finds the best logit and among equals the lowest id.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from runner.kernels._triton import tl, triton
 from runner.kernels.logprobs import Logprobs
 
 MAX_TOP = 64
+_TOPS = (8, 20, MAX_TOP)
+"""Room for candidates, so that not every `top` compiles anew."""
 _BLOCK = 4096
-_NO_ID = tl.constexpr(2**31 - 1)
+_ID_BITS = tl.constexpr(2**31 - 1)
 _TAKEN = tl.constexpr(-(2**63))
 
 
@@ -23,7 +25,7 @@ _TAKEN = tl.constexpr(-(2**63))
 def _packed(logit, token):  # type: ignore[no-untyped-def]
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 like 0.0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (key.to(tl.int64) << 32) | (_NO_ID - token).to(tl.int64)
+    return (key.to(tl.int64) << 32) | (token ^ _ID_BITS).to(tl.int64)
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def _logit_of(packed):  # type: ignore[no-untyped-def]
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top"])
 def _tile_kernel(  # type: ignore[no-untyped-def]
     logits, logits_stride, tokens, peaks, sums, above, candidates, vocab_size, top, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +60,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         packed = tl.where(packed == best, _TAKEN, packed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "top"])
 def _join_kernel(  # type: ignore[no-untyped-def]
     logits, logits_stride, tokens, peaks, sums, above, candidates, logprobs, ranks, top_tokens, top_logprobs,
     num_tiles, top, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -79,7 +81,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     packed = tl.load(candidates + row * num_tiles * top + place, mask=place < num_tiles * top, other=_TAKEN)
     for i in range(top):
         best = tl.max(packed, 0)
-        tl.store(top_tokens + row * top + i, _NO_ID - (best & _NO_ID))
+        tl.store(top_tokens + row * top + i, (best & _ID_BITS) ^ _ID_BITS)
         tl.store(top_logprobs + row * top + i, _logit_of(best) - total)
         packed = tl.where(packed == best, _TAKEN, packed)
 
@@ -103,6 +105,7 @@ def logprobs_of_triton(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     if num_rows == 0:
         return result
     num_tiles = triton.cdiv(vocab_size, _BLOCK)
+    room = num_tiles * next(room for room in _TOPS if room >= top)
     peaks, sums = (empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
     above = empty(num_rows, num_tiles, dtype=torch.int32)
     candidates = empty(num_rows, num_tiles, top, dtype=torch.int64)
@@ -112,6 +115,6 @@ def logprobs_of_triton(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     _join_kernel[(num_rows,)](
         logits, logits.stride(0), tokens, peaks, sums, above, candidates,
         result.logprob, result.rank, result.top_tokens, result.top_logprobs, num_tiles, top,
-        TILES=triton.next_power_of_2(num_tiles), CANDIDATES=triton.next_power_of_2(max(num_tiles * top, 1)),
+        TILES=triton.next_power_of_2(num_tiles), CANDIDATES=triton.next_power_of_2(room),
     )  # fmt: skip
     return result

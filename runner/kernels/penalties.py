@@ -1,8 +1,8 @@
 """Presence, frequency and repetition penalties.
 
-Called by `runner.sampler` for steps in which somebody is penalised. The counts are made anew from the slots' ids in every
-step, so there is no state to go stale. Presence and frequency count the answer (OpenAI's definition); repetition also
-the prompt's token rows (Keskar et al. 2019, arXiv:1909.05858). Embedding rows count for nothing: they have no id.
+Called by `runner.sampler` for steps in which somebody is penalised. The counts are made anew from the slots' ids in
+every step, so there is no state to go stale. Presence and frequency count the answer (OpenAI's definition); repetition
+also the prompt's token rows (Keskar et al. 2019, arXiv:1909.05858). Embedding rows count for nothing: they have no id.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from runner.sampling_state import SamplingState
 from tests.parity.chi_square import p_value
 
 CPU = torch.device("cpu")
+Arguments = tuple[Tensor, Tensor, SamplingState, Tensor, Floors | None]
 
 
 def keys(num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def make_state(temperature: Tensor, num_slots: int = 0) -> tuple[Tensor, Samplin
 
 
 def on(device: torch.device, logits: Tensor, slot: Tensor, sampling: SamplingState, length: Tensor,
-       floors: Floors | None = None) -> tuple[Any, ...]:  # fmt: skip
+       floors: Floors | None = None) -> Arguments:  # fmt: skip
     """The arguments of a choice, on a device."""
     state = SamplingState(sampling.floats.to(device), sampling.ints.to(device))
     if floors is not None:
@@ -102,14 +102,15 @@ def test_the_tail_is_as_fine_as_the_hash() -> None:
         assert abs(int((noise > above).sum()) - expected) < 5 * math.sqrt(expected)
     # Among the largest there are next to no equals: one in 2^24 steps would give thousands of pairs.
     largest = noise[noise > 7.0]
-    assert len(largest.unique()) > 0.99 * len(largest)
+    assert len(torch.unique(largest)) > 0.99 * len(largest)
 
 
 @pytest.mark.parametrize("changed", range(4), ids=["seed_low", "seed_high", "choice", "position"])
 def test_neighbouring_keys_give_unrelated_noise(changed: int) -> None:
     words = [torch.full((300,), 7, dtype=torch.int32) for _ in range(4)]
     words[changed] = torch.arange(300, dtype=torch.int32)
-    noise = gumbel_noise(*words, 300).double()
+    low, high, choice, position = words
+    noise = gumbel_noise(low, high, choice, position, 300).double()
     correlation = torch.corrcoef(noise)[~torch.eye(300, dtype=torch.bool)]
     assert float(correlation.abs().max()) < 6 / math.sqrt(300)
 
@@ -165,7 +166,7 @@ def test_the_tokens_go_into_the_buffer_given() -> None:
 
 def assert_as_good(sampled: Tensor, logits: Tensor, slot: Tensor, sampling: SamplingState, length: Tensor,
                    floors: Floors | None = None) -> None:  # fmt: skip
-    """The kernel's logarithm rounds differently: another token than the reference's must be as good to the last bits."""
+    """The kernel's logarithm rounds differently: where its token is another, it is as good to the last bits."""
     expected = gumbel_argmax_reference(logits, slot, sampling, length, floors)
     index = slot.long()
     temperature = sampling.floats[0, index, None]
