@@ -39,10 +39,7 @@ def apply_penalties_reference(logits: Tensor, slot: Tensor, slots: SlotState, sa
         ids = slots.token_ids[index, : slots.length[index]]
         is_token = ids >= 0
         is_answer = torch.arange(len(ids), device=ids.device) >= slots.prompt_len[index]
-        answered = ids[is_token & is_answer].bincount(minlength=len(row))
-        seen = torch.zeros(len(row), dtype=torch.bool, device=ids.device)
-        seen[ids[is_token].long()] = True
-        tokens = seen.nonzero()[:, 0]
-        times, logit = answered[tokens], row[tokens]
+        tokens = ids[is_token].bincount().nonzero()[:, 0]
+        times, logit = ids[is_token & is_answer].bincount(minlength=len(row))[tokens], row[tokens]
         logit = torch.where(logit > 0, logit / repetition, logit * repetition)
         row[tokens] = logit - frequency * times - presence * (times > 0)
