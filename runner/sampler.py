@@ -42,34 +42,33 @@ class Asks:
 
 @dataclass
 class LogitEdits:
-    """Entry `entry`: adds `values` to the logits of `token_ids` (logit_bias; -inf for stop ids before min_tokens)."""
+    """Single logits of a step, all of its entries' together (logit_bias; -inf for stop ids before min_tokens)."""
 
-    entry: int
-    token_ids: Tensor
-    """[k] int64, device"""
+    places: Tensor
+    """[k] int64, device: entry * vocab + token id."""
     values: Tensor
-    """[k] float32, device"""
+    """[k] float32, device: what is added."""
 
 
 def sample(logits: Tensor, slot: Tensor, slots: SlotState, sampling: SamplingState, asks: Asks,
-           edits: list[LogitEdits], out: Tensor | None = None) -> Tensor:  # fmt: skip
+           edits: LogitEdits | None, out: Tensor | None = None) -> Tensor:  # fmt: skip
     """The next token of each entry. Which kernels run, and how, depends on `asks`, `edits` and shapes alone, so a CUDA
     graph can hold it: one for each `asks`, without edits. Asks that nobody makes cost a launch and change nothing.
 
     Args:
-        logits: [E, vocab], any float dtype. Float32 ones are overwritten where a penalty or an edit changes them;
-            others are then copied to float32 first, and stay.
+        logits: [E, vocab], contiguous, any float dtype. Float32 ones are overwritten where a penalty or an edit changes
+            them; others are then copied to float32 first, and stay.
         slot: [E] int32 or int64, device. Padding may have any slot (0), and gets any token.
         out: [>= E] int64, device; None for a new one.
 
     Returns:
         [E] int64, device; `out[:E]` where that is given.
     """
-    if asks.penalties or edits:
+    if asks.penalties or edits is not None:
         logits = logits.float()
     if asks.penalties:
         apply_penalties(logits, slot, slots, sampling)
-    for edit in edits:
-        logits[edit.entry].index_add_(0, edit.token_ids, edit.values)
+    if edits is not None:
+        logits.view(-1).index_add_(0, edits.places, edits.values)
     floors = filter_floors(logits, slot, sampling) if asks.filters else None
     return gumbel_argmax(logits, slot, sampling, slots.length, floors, out)

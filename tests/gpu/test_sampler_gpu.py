@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.messages import EMBEDDING_ID, SamplingParams
-from runner.sampler import Asks, Logprobs, SamplingState, logprobs_of, pack, sample
+from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, pack, sample
 from runner.slots import SlotState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,7 +55,7 @@ def test_a_captured_choice_serves_any_batch(asks: Asks, dtype: torch.dtype) -> N
     out = torch.zeros(SLOTS, dtype=torch.int64, device="cuda")
 
     def run() -> None:
-        sample(logits, slot, cuda_slots, cuda_sampling, asks, [], out)
+        sample(logits, slot, cuda_slots, cuda_sampling, asks, None, out)
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -71,7 +71,7 @@ def test_a_captured_choice_serves_any_batch(asks: Asks, dtype: torch.dtype) -> N
         logits[:entries], slot[:entries] = values.cuda(), chosen.cuda()
         slot[entries:] = 0
         graph.replay()
-        expected = sample(values.clone(), chosen, slots, sampling, asks, [])
+        expected = sample(values.clone(), chosen, slots, sampling, asks, None)
         assert out[:entries].tolist() == expected.tolist()
 
 
@@ -80,9 +80,10 @@ def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
     slots, sampling = to_cuda(*make_state())
     logits = torch.randn(PADDED, VOCAB, device="cuda").to(dtype)
     slot = torch.arange(PADDED, dtype=torch.int32, device="cuda")
+    edits = LogitEdits(torch.tensor([3, VOCAB + 7]).cuda(), torch.tensor([1.5, -torch.inf]).cuda())
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tokens = sample(logits, slot, slots, sampling, Asks(True, True), [])
+        tokens = sample(logits, slot, slots, sampling, Asks(True, True), edits)
         logprobs_of(logits, tokens, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -58,14 +58,14 @@ def make_state(requests: list[SamplingParams]) -> SamplingState:
 
 
 def sample_one_each(
-    logits: Tensor, requests: list[SamplingParams], slots: SlotState, edits: list[LogitEdits] | None = None
+    logits: Tensor, requests: list[SamplingParams], slots: SlotState, edits: LogitEdits | None = None
 ) -> list[int]:
     """Request i is entry i and has slot i."""
     asks = Asks()
     for request in requests:
         asks |= Asks.of(request)
     slot = torch.arange(len(requests))
-    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits or [])
+    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits)
     return [int(token) for token in tokens]
 
 
@@ -242,15 +242,16 @@ def test_entries_read_their_own_slots() -> None:
 # --- edits and the order of the stages ------------------------------------------------------------------------------
 
 
-def edit(entry: int, values: dict[int, float]) -> LogitEdits:
-    return LogitEdits(entry, torch.tensor(list(values)), torch.tensor(list(values.values())))
+def edits(by_entry: dict[int, dict[int, float]]) -> LogitEdits:
+    flat = [(entry * VOCAB + token, value) for entry, values in by_entry.items() for token, value in values.items()]
+    return LogitEdits(torch.tensor([place for place, _ in flat]), torch.tensor([value for _, value in flat]))
 
 
 def test_edits_change_their_own_entry() -> None:
     logits = random_logits(3)
     slots = make_slots([[1]] * 3, [[]] * 3)
     best = logits.argmax(-1).tolist()
-    tokens = sample_one_each(logits, [params()] * 3, slots, [edit(1, {7: 100.0}), edit(2, {best[2]: -math.inf})])
+    tokens = sample_one_each(logits, [params()] * 3, slots, edits({1: {7: 100.0}, 2: {best[2]: -math.inf}}))
     assert tokens[0] == best[0]
     assert tokens[1] == 7
     assert tokens[2] == int(logits[2].topk(2).indices[1])
@@ -262,17 +263,17 @@ def test_biases_add_up_with_penalties_and_come_before_the_filters() -> None:
     slots = make_slots([[50]], [[1]])
     request = params(temperature=1.0, top_k=1, presence_penalty=2.0)
     assert sample_one_each(logits, [request], slots) == [2]
-    assert sample_one_each(logits, [request], slots, [edit(0, {1: 1.5})]) == [1]
-    assert sample_one_each(logits, [request], slots, [edit(0, {9: 4.5})]) == [9]
+    assert sample_one_each(logits, [request], slots, edits({0: {1: 1.5}})) == [1]
+    assert sample_one_each(logits, [request], slots, edits({0: {9: 4.5}})) == [9]
 
 
 def test_a_banned_token_is_never_drawn() -> None:
     n = 500
     logits = torch.zeros(n, VOCAB)
-    edits = [edit(entry, dict.fromkeys(range(1, VOCAB), -math.inf)) for entry in range(n)]
+    banned = edits({entry: dict.fromkeys(range(1, VOCAB), -math.inf) for entry in range(n)})
     slots = make_slots([[1]] * n, [[]] * n)
     requests = [params(temperature=5.0, seed=seed, top_p=0.99) for seed in range(n)]
-    assert sample_one_each(logits, requests, slots, edits) == [0] * n
+    assert sample_one_each(logits, requests, slots, banned) == [0] * n
 
 
 # --- draws ----------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def test_entries_draw_with_what_their_own_slots_ask() -> None:
 
     def draw(*slot: int) -> list[int]:
         entries = logits[: len(slot)].clone()
-        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, [])]
+        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, None)]
 
     assert draw(2, 0) == [*draw(2), *draw(0)]
     for seed in range(20):
@@ -343,12 +344,12 @@ def test_the_choice_and_both_words_of_the_seed_count() -> None:
     logits = random_logits(1).expand(n, -1)
     slots = make_slots([[1]] * n, [[]] * n)
     state = make_state([params(temperature=1.5)] * n)
-    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), [])
+    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), None)
     assert len(set(alone.tolist())) == 1
     for field in range(1, 4):
         other = make_state([params(temperature=1.5)] * n)
         other.ints[field] = torch.arange(n)
-        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), [])
+        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), None)
         assert len(set(draws.tolist())) > 15
 
 
