@@ -204,6 +204,17 @@ def test_gumbel_kernel(
     assert_as_good(sampled, logits, *state, floors)
 
 
+def test_gumbel_kernel_cuts_between_equals(triton_device: torch.device) -> None:
+    """Every token is as good as the others, and only those up to the last one may be drawn."""
+    state = make_state(torch.ones(40))
+    for last in (2, 1030):
+        floors = Floors(torch.zeros(40), torch.full((40,), last, dtype=torch.int32))
+        sampled = gumbel_argmax_triton(*on(triton_device, torch.zeros(40, 1100), *state, floors)).cpu()
+        assert int(sampled.max()) <= last
+        assert len(set(sampled.tolist())) > min(last, 20)
+        assert_as_good(sampled, torch.zeros(40, 1100), *state, floors)
+
+
 def test_gumbel_kernel_breaks_ties_like_the_reference(triton_device: torch.device) -> None:
     """Equal logits in one tile, in two tiles of one lane, and in two splits."""
     state = make_state(torch.zeros(3))
