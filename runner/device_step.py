@@ -115,24 +115,30 @@ class DeviceStep:
 
     # --- on the host, before the launch -----------------------------------------------------------------------------
 
-    def _asks_of(self, step: Step) -> tuple[Asks, list[LogitEdits], list[int]]:
+    def _asks_of(self, step: Step) -> tuple[Asks, LogitEdits | None, list[int]]:
         """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
-        asks, edits, logprob_entries = Asks(), [], []
+        asks, changes, logprob_entries = Asks(), [], []
         for entry in np.nonzero(step.asking)[0].tolist():
             sequence = step.sequences[entry]
             params = sequence.request.sampling
             asks |= Asks.of(params)
             if params.logit_bias:
-                edits.append(self._edit(entry, dict(params.logit_bias)))
+                changes.append((entry, dict(params.logit_bias)))
             if step.positions[entry] - sequence.request.prompt_len < params.min_tokens and params.stop_token_ids:
-                edits.append(self._edit(entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
+                changes.append((entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
             if params.logprobs is not None:
                 logprob_entries.append(entry)
-        return asks, edits, logprob_entries
+        return asks, self._edits(changes), logprob_entries
 
-    def _edit(self, entry: int, values: dict[int, float]) -> LogitEdits:
-        token_ids = self._to_device(torch.tensor(list(values), dtype=torch.int64))
-        return LogitEdits(entry, token_ids, self._to_device(torch.tensor(list(values.values()), dtype=torch.float32)))
+    def _edits(self, changes: list[tuple[int, dict[int, float]]]) -> LogitEdits | None:
+        """Two small copies, whatever the number of entries. `changes`: (entry, what its token ids' logits get)."""
+        if not changes:
+            return None
+        places = [entry * self.model.vocab_size + token for entry, values in changes for token in values]
+        added = [value for _, values in changes for value in values.values()]
+        return LogitEdits(
+            self._to_device(torch.tensor(places)), self._to_device(torch.tensor(added, dtype=torch.float32))
+        )
 
     def _to_device(self, host: Tensor) -> Tensor:
         """A small tensor of its own, copied without waiting for the device."""
@@ -166,16 +172,17 @@ class DeviceStep:
             self._check_mask(step)
 
     @torch.inference_mode()
-    def _sample(self, launched: Launched, asks: Asks, edits: list[LogitEdits]) -> None:
+    def _sample(self, launched: Launched, asks: Asks, edits: LogitEdits | None) -> None:
         step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
-        if asks == Asks() and not edits and not asking:
+        if asks == Asks() and edits is None and not asking:
             graph = self._graphs.sampling(entries) if self._graphs is not None else None
             graph.replay() if graph is not None else self._plain_sampling(entries)
         else:
-            logits = self._logits[:entries].float()
-            raw = logits.clone() if asking and (asks.penalties or edits) else logits
-            self._choose(logits, asks, edits, int(step.positions.max()))
+            raw = self._logits[:entries]
+            if asking and (asks.penalties or edits is not None) and raw.dtype == torch.float32:
+                raw = raw.clone()  # else the sampler changes a copy of its own
+            self._choose(entries, asks, edits)
             if asking:
                 top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
                 index = self._to_device(torch.tensor(asking))
@@ -219,12 +226,11 @@ class DeviceStep:
     @torch.inference_mode()
     def _plain_sampling(self, entries: int) -> None:
         """For entries that ask for nothing but a temperature."""
-        self._choose(self._logits[:entries].float(), Asks(), [], 0)
+        self._choose(entries, Asks(), None)
 
-    def _choose(self, logits: Tensor, asks: Asks, edits: list[LogitEdits], max_len: int) -> None:
-        entries = len(logits)
-        slot = self._record[SLOTS, :entries].long()
-        self._sampled[:entries] = sample(logits, slot, self.slots, self.sampling, asks, edits, max_len)
+    def _choose(self, entries: int, asks: Asks, edits: LogitEdits | None) -> None:
+        slot, logits = self._record[SLOTS, :entries], self._logits[:entries]
+        sample(logits, slot, self.slots, self.sampling, asks, edits, self._sampled)
         advance_slots(self._record, entries, self.inputs, self._sampled, self.slots)
 
     def _input_rows(self, rows: int) -> Tensor:
@@ -240,12 +246,12 @@ class DeviceStep:
     def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:
             count = score.end - score.start
-            slot = self._record[SLOTS, score.entry].long()
+            slot = int(launched.step.slots[score.entry])  # the host's: indexing with the device's would wait for it
             targets = self.slots.token_ids[slot, score.start : score.end].long()
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)
-                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last]).float()
+                logits = self.model.logits(hidden[score.first_row + first : score.first_row + last])
                 parts.append(logprobs_of(logits, targets[first:last].clamp(min=0), score.top))
             joined = Logprobs(*(torch.cat([getattr(p, f) for p in parts]) for f in Logprobs.__dataclass_fields__))
             launched.prompt_logprobs.append((score, _to_host(targets), _logprobs_to_host(joined)))

@@ -13,8 +13,10 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+    """Kernels run in Triton's interpreter, on the CPU, which knows no assembly."""
 except ImportError:
-    HAS_TRITON = False
+    HAS_TRITON = INTERPRETED = False
 
     class _Missing:
         """Accepts `@triton.jit`, `tl.constexpr` and so on at import; nothing made from it can be launched."""
@@ -43,4 +45,4 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-__all__ = ["HAS_TRITON", "dependent_launch", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "dependent_launch", "tl", "triton"]

@@ -27,12 +27,16 @@ from runner.attention.triton_attention import Tiles, TritonAttention
 from runner.kernels.activation_triton import gated_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton
+from runner.kernels.filters_triton import filter_floors_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
+from runner.kernels.logprobs_triton import logprobs_of_triton
+from runner.kernels.penalties_triton import apply_penalties_triton
 from runner.kernels.prepare import SLOTS, STARTS
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
 from runner.kernels.rms_norm_triton import add_rms_norm_triton
 from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
+from runner.sampling_state import SamplingState
 from runner.slots import SlotState, StepInputs
 
 BYTES_PER_SECOND = 4.3e12
@@ -223,20 +227,115 @@ def gather_cases() -> Iterator[Case]:
             yield Case("gather_rows", shape, bytes=2 * rows * hidden * 2, flops=0, make=make)
 
 
+VOCAB = 151_936
+
+
+def peaked_logits(rows: int, dtype: torch.dtype) -> Tensor:
+    """Like a model's: nearly all of the probability is on a few dozen tokens."""
+    logits = torch.randn(rows, VOCAB, device=CUDA) * 2
+    logits[:, :40] += 12
+    return logits[:, torch.randperm(VOCAB, device=CUDA)].to(dtype)
+
+
+def sampling_state(rows: int, **asks: float) -> SamplingState:
+    state = SamplingState.allocate(rows, CUDA)
+    names = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+    neutral = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0}
+    for i, name in enumerate(names):
+        state.floats[i] = asks.get(name, neutral.get(name, 0.0))
+    state.ints.random_(-(2**31), 2**31 - 1)
+    state.ints[0] = int(asks.get("top_k", 0))
+    return state
+
+
+def slot_of(rows: int) -> Tensor:
+    return torch.randperm(rows, device=CUDA).int()
+
+
 def gumbel_cases() -> Iterator[Case]:
-    vocab = 151_936
+    for dtype in (BF16, torch.float32):
+        for rows in (1, 64, 256):
+            for temperature in (0.0, 1.0):
+
+                def make(
+                    rows: int = rows, temperature: float = temperature, dtype: torch.dtype = dtype
+                ) -> Callable[[], object]:
+                    logits, state = peaked_logits(rows, dtype), sampling_state(rows, temperature=temperature)
+                    slot, length = slot_of(rows), torch.randint(0, 2**14, (rows,), device=CUDA, dtype=torch.int32)
+                    out = torch.empty(rows, dtype=torch.int64, device=CUDA)
+                    return lambda: gumbel_argmax_triton(logits, slot, state, length, None, out)
+
+                shape = {"rows": rows, "vocab": VOCAB, "dtype": str(dtype), "temperature": temperature}
+                yield Case("gumbel_argmax", shape, bytes=rows * VOCAB * dtype.itemsize, flops=0, make=make)
+
+
+def filter_cases() -> Iterator[Case]:
+    """The floor is one reading of the logits. `floors` alone, and `choice`: the choice behind it."""
+    kinds: list[dict[str, float]] = [
+        {},
+        {"min_p": 0.05},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"top_k": 20, "top_p": 0.95},
+    ]
     for rows in (1, 64, 256):
-        for temperature in (0.0, 1.0):
+        for asks in kinds:
+            for flat in (False, True) if asks.get("top_p") == 0.9 else (False,):
 
-            def make(rows: int = rows, temperature: float = temperature) -> Callable[[], object]:
-                logits = torch.randn(rows, vocab, device=CUDA)
-                heat = torch.full((rows,), temperature, device=CUDA)
-                seed, position = (torch.randint(0, 2**40, (rows,), device=CUDA) for _ in range(2))
-                choice = torch.zeros(rows, dtype=torch.int32, device=CUDA)
-                return lambda: gumbel_argmax_triton(logits, heat, seed, choice, position)
+                def make_floors(
+                    rows: int = rows, asks: dict[str, float] = asks, flat: bool = flat
+                ) -> Callable[[], object]:
+                    # Flat: some 100,000 tokens stay, more than the list holds.
+                    logits = torch.randn(rows, VOCAB, device=CUDA).to(BF16) if flat else peaked_logits(rows, BF16)
+                    state, slot = sampling_state(rows, **asks), slot_of(rows)
+                    return lambda: filter_floors_triton(logits, slot, state)
 
-            shape = {"rows": rows, "vocab": vocab, "temperature": temperature}
-            yield Case("gumbel_argmax", shape, bytes=rows * vocab * 4, flops=0, make=make)
+                shape = {"rows": rows, "vocab": VOCAB, "asks": asks, "flat": flat}
+                moved = rows * VOCAB * 2 if asks else rows * 16
+                yield Case("filter_floors", shape, bytes=moved, flops=0, make=make_floors)
+
+        def make_choice(rows: int = rows) -> Callable[[], object]:
+            logits, state = peaked_logits(rows, BF16), sampling_state(rows, top_k=20, top_p=0.95)
+            slot, length = slot_of(rows), torch.zeros(rows, dtype=torch.int32, device=CUDA)
+            floors = filter_floors_triton(logits, slot, state)
+            return lambda: gumbel_argmax_triton(logits, slot, state, length, floors)
+
+        yield Case("filtered_choice", {"rows": rows, "vocab": VOCAB}, bytes=rows * VOCAB * 2, flops=0, make=make_choice)
+
+
+def penalty_cases() -> Iterator[Case]:
+    """The floor is the counts, cleared, and each id read twice."""
+    for rows, known, asking in (
+        (1, 1024, True),
+        (64, 1024, True),
+        (256, 1024, True),
+        (256, 1024, False),
+        (4, 16_384, True),
+    ):
+
+        def make(rows: int = rows, known: int = known, asking: bool = asking) -> Callable[[], object]:
+            slots = SlotState.allocate(rows, 16_384, 16, CUDA)
+            slots.token_ids.random_(-1, VOCAB)
+            slots.length.fill_(known)
+            slots.prompt_len.fill_(known // 2)
+            logits, slot = torch.randn(rows, VOCAB, device=CUDA), slot_of(rows)
+            state = sampling_state(rows, presence=0.5, repetition=1.1) if asking else sampling_state(rows)
+            return lambda: apply_penalties_triton(logits, slot, slots, state)
+
+        moved = rows * (VOCAB * 4 + 2 * known * 4) if asking else rows * 16
+        yield Case("penalties", {"rows": rows, "known": known, "asking": asking}, bytes=moved, flops=0, make=make)
+
+
+def logprob_cases() -> Iterator[Case]:
+    for rows in (1, 64, 256):
+        for top in (0, 5, 20):
+
+            def make(rows: int = rows, top: int = top) -> Callable[[], object]:
+                logits, tokens = peaked_logits(rows, BF16), torch.randint(0, VOCAB, (rows,), device=CUDA)
+                return lambda: logprobs_of_triton(logits, tokens, top)
+
+            shape = {"rows": rows, "vocab": VOCAB, "top": top}
+            yield Case("logprobs", shape, bytes=rows * VOCAB * 2, flops=0, make=make)
 
 
 def prepare_cases() -> Iterator[Case]:
@@ -311,6 +410,9 @@ FAMILIES = (
     sdpa_cases,
     gather_cases,
     gumbel_cases,
+    filter_cases,
+    penalty_cases,
+    logprob_cases,
     prepare_cases,
     cache_write_cases,
     fused_cases,

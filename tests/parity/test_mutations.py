@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from runner import block_hash, blocks, device_step, engine, sampler, scheduler, sequence, slots
-from runner.kernels import prepare
+from runner import block_hash, blocks, device_step, engine, scheduler, sequence, slots
+from runner.kernels import penalties, prepare
 from runner.scheduler import Scheduler
 from tests.models import Family
 from tests.parity import trials
@@ -293,9 +293,9 @@ MUTATIONS = (
     Mutation(
         "embedding_rows_penalised",
         "placeholder ids are counted as tokens (huggingface/transformers#45389)",
-        sampler,
-        "apply_penalties",
-        (("known & (ids >= 0)", "known"),),
+        penalties,
+        "apply_penalties_reference",
+        (("ids >= 0", "ids >= -1"),),
         trials.penalised,
     ),
     Mutation(

@@ -18,17 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from runner.kernels.filters import apply_floors, filter_floors
+from runner.kernels.penalties import apply_penalties
 from runner.messages import EMBEDDING_ID, SamplingParams
-from runner.sampler import (
-    Asks,
-    LogitEdits,
-    SamplingState,
-    apply_filters,
-    apply_penalties,
-    logprobs_of,
-    pack,
-    sample,
-)
+from runner.sampler import Asks, LogitEdits, SamplingState, logprobs_of, pack, sample
 from runner.slots import SlotState
 from tests.parity.chi_square import p_value
 
@@ -65,14 +58,14 @@ def make_state(requests: list[SamplingParams]) -> SamplingState:
 
 
 def sample_one_each(
-    logits: Tensor, requests: list[SamplingParams], slots: SlotState, edits: list[LogitEdits] | None = None
+    logits: Tensor, requests: list[SamplingParams], slots: SlotState, edits: LogitEdits | None = None
 ) -> list[int]:
     """Request i is entry i and has slot i."""
     asks = Asks()
     for request in requests:
         asks |= Asks.of(request)
     slot = torch.arange(len(requests))
-    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits or [], int(slots.length.max()))
+    tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits)
     return [int(token) for token in tokens]
 
 
@@ -144,9 +137,8 @@ def test_filters_keep_what_transformers_keeps(temperature: float) -> None:
     rows = 20
     logits = random_logits(rows * len(FILTERS))
     requests = [params(temperature=temperature, **asks) for asks in FILTERS for _ in range(rows)]
-    state = make_state(requests)
-    _, top_p, min_p, *_ = state.floats.unbind(0)
-    filtered = apply_filters(logits, torch.full((len(logits),), temperature), state.ints[0], top_p, min_p)
+    floors = filter_floors(logits, torch.arange(len(logits)), make_state(requests))
+    filtered = apply_floors(logits, floors)
     for i, asks in enumerate(FILTERS):
         block = slice(i * rows, (i + 1) * rows)
         expected = reference_filter(logits[block], temperature, asks)
@@ -215,9 +207,8 @@ def test_penalties_are_the_formulas() -> None:
     logits = random_logits(len(PENALISED))
     slots = make_slots([p for p, _, _ in PENALISED], [a for _, a, _ in PENALISED])
     state = make_state([params(**asks) for _, _, asks in PENALISED])
-    *_, presence, frequency, repetition = state.floats.unbind(0)
-    slot = torch.arange(len(PENALISED))
-    result = apply_penalties(logits, slot, slots, int(slots.length.max()), presence, frequency, repetition)
+    result = logits.clone()
+    apply_penalties(result, torch.arange(len(PENALISED)), slots, state)
     for row, before, (prompt, answer, asks) in zip(result, logits, PENALISED, strict=True):
         expected = reference_penalties(
             before.tolist(),
@@ -234,8 +225,8 @@ def test_repetition_penalty_is_transformers() -> None:
     logits = random_logits(1)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     slots = make_slots([ids[:5]], [ids[5:]])
-    zero = torch.zeros(1)
-    result = apply_penalties(logits, torch.tensor([0]), slots, 8, zero, zero, torch.tensor([1.7]))
+    result = logits.clone()
+    apply_penalties(result, torch.tensor([0]), slots, make_state([params(repetition_penalty=1.7)]))
     torch.testing.assert_close(result, RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), logits.clone()))
 
 
@@ -243,23 +234,24 @@ def test_entries_read_their_own_slots() -> None:
     """Entries are packed, slots are not."""
     logits = random_logits(2)
     slots = make_slots([[1], [2], [3]], [[10], [11], [12]])
-    one = torch.ones(2)
-    result = apply_penalties(logits, torch.tensor([2, 0]), slots, 2, 5 * one, 0 * one, one)
+    result = logits.clone()
+    apply_penalties(result, torch.tensor([2, 0]), slots, make_state([params(presence_penalty=5.0)] * 3))
     assert (result - logits).nonzero().tolist() == [[0, 12], [1, 10]]
 
 
 # --- edits and the order of the stages ------------------------------------------------------------------------------
 
 
-def edit(entry: int, values: dict[int, float]) -> LogitEdits:
-    return LogitEdits(entry, torch.tensor(list(values)), torch.tensor(list(values.values())))
+def edits(by_entry: dict[int, dict[int, float]]) -> LogitEdits:
+    flat = [(entry * VOCAB + token, value) for entry, values in by_entry.items() for token, value in values.items()]
+    return LogitEdits(torch.tensor([place for place, _ in flat]), torch.tensor([value for _, value in flat]))
 
 
 def test_edits_change_their_own_entry() -> None:
     logits = random_logits(3)
     slots = make_slots([[1]] * 3, [[]] * 3)
     best = logits.argmax(-1).tolist()
-    tokens = sample_one_each(logits, [params()] * 3, slots, [edit(1, {7: 100.0}), edit(2, {best[2]: -math.inf})])
+    tokens = sample_one_each(logits, [params()] * 3, slots, edits({1: {7: 100.0}, 2: {best[2]: -math.inf}}))
     assert tokens[0] == best[0]
     assert tokens[1] == 7
     assert tokens[2] == int(logits[2].topk(2).indices[1])
@@ -271,17 +263,17 @@ def test_biases_add_up_with_penalties_and_come_before_the_filters() -> None:
     slots = make_slots([[50]], [[1]])
     request = params(temperature=1.0, top_k=1, presence_penalty=2.0)
     assert sample_one_each(logits, [request], slots) == [2]
-    assert sample_one_each(logits, [request], slots, [edit(0, {1: 1.5})]) == [1]
-    assert sample_one_each(logits, [request], slots, [edit(0, {9: 4.5})]) == [9]
+    assert sample_one_each(logits, [request], slots, edits({0: {1: 1.5}})) == [1]
+    assert sample_one_each(logits, [request], slots, edits({0: {9: 4.5}})) == [9]
 
 
 def test_a_banned_token_is_never_drawn() -> None:
     n = 500
     logits = torch.zeros(n, VOCAB)
-    edits = [edit(entry, dict.fromkeys(range(1, VOCAB), -math.inf)) for entry in range(n)]
+    banned = edits({entry: dict.fromkeys(range(1, VOCAB), -math.inf) for entry in range(n)})
     slots = make_slots([[1]] * n, [[]] * n)
     requests = [params(temperature=5.0, seed=seed, top_p=0.99) for seed in range(n)]
-    assert sample_one_each(logits, requests, slots, edits) == [0] * n
+    assert sample_one_each(logits, requests, slots, banned) == [0] * n
 
 
 # --- draws ----------------------------------------------------------------------------------------------------------
@@ -339,7 +331,7 @@ def test_entries_draw_with_what_their_own_slots_ask() -> None:
 
     def draw(*slot: int) -> list[int]:
         entries = logits[: len(slot)].clone()
-        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, [], 3)]
+        return [int(token) for token in sample(entries, torch.tensor(slot), slots, state, asks, None)]
 
     assert draw(2, 0) == [*draw(2), *draw(0)]
     for seed in range(20):
@@ -352,12 +344,12 @@ def test_the_choice_and_both_words_of_the_seed_count() -> None:
     logits = random_logits(1).expand(n, -1)
     slots = make_slots([[1]] * n, [[]] * n)
     state = make_state([params(temperature=1.5)] * n)
-    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), [], 1)
+    alone = sample(logits.clone(), torch.arange(n), slots, state, Asks(), None)
     assert len(set(alone.tolist())) == 1
     for field in range(1, 4):
         other = make_state([params(temperature=1.5)] * n)
         other.ints[field] = torch.arange(n)
-        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), [], 1)
+        draws = sample(logits.clone(), torch.arange(n), slots, other, Asks(), None)
         assert len(set(draws.tolist())) > 15
 
 

@@ -16,12 +16,24 @@ from runner.kernels._triton import HAS_TRITON
 from runner.kernels.activation_triton import gated_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton
+from runner.kernels.filters import Floors
+from runner.kernels.filters_triton import filter_floors_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
+from runner.kernels.logprobs_triton import logprobs_of_triton
+from runner.kernels.penalties_triton import apply_penalties_triton
 from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_triton
 from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
-from tests.runner.kernels import test_attention, test_cache_write, test_embed, test_gumbel, test_prepare, test_rope
+from tests.runner.kernels import (
+    test_attention,
+    test_cache_write,
+    test_embed,
+    test_gumbel,
+    test_penalties,
+    test_prepare,
+    test_rope,
+)
 from tests.runner.kernels.conftest import INTERPRETED
 
 pytestmark = [
@@ -96,8 +108,7 @@ def test_the_others_compile(compiled: list[Any]) -> None:
     step = test_prepare.make_step(3, num_slots=7, max_rows=60, max_model_len=50, block_size=16)
     prepare_inputs_triton(*step.prepare_args())
     advance_slots_triton(step.record, 1, step.out, torch.zeros(7, dtype=torch.int64), step.slots)
-    gumbel_argmax_triton(torch.zeros(3, 5000), torch.zeros(3), *test_gumbel.keys(3))
-    assert_fit(compiled, 4)
+    assert_fit(compiled, 2)
     compiled.clear()
     for dtype in (torch.float32, torch.bfloat16):
         token_ids, is_token_ids, rows, table = test_embed.make_case(5, 576, dtype)
@@ -122,3 +133,20 @@ def test_the_fused_pieces_of_models_compile(dtype: torch.dtype, compiled: list[A
         (q, k, v, cos, sin, positions, keys, values, index), norm = test_rope.make_args(case, dtype)
         rope_and_write_triton(q, k, v, RopeTable(cos, sin), positions, keys, values, index, norm)
     assert_fit(compiled, len(test_rope.CASES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_sampler_compiles(dtype: torch.dtype, compiled: list[Any]) -> None:
+    for vocab in (700, 50_000):
+        logits = torch.zeros(3, vocab, dtype=dtype)
+        slot, sampling, length = test_gumbel.make_state(torch.zeros(3))
+        gumbel_argmax_triton(logits, slot, sampling, length)
+        gumbel_argmax_triton(logits, slot.long(), sampling, length, Floors(torch.zeros(3), slot))
+        filter_floors_triton(logits, slot, sampling)
+        for top in (0, 1, 20):
+            logprobs_of_triton(logits, slot.long(), top)
+    # One split needs no second launch.
+    many = torch.zeros(600, 700, dtype=dtype)
+    gumbel_argmax_triton(many, *test_gumbel.make_state(torch.zeros(600)))
+    apply_penalties_triton(*test_penalties.make_case(3, 5000, 3000))
+    assert_fit(compiled, 9 + 11 + 1 + 3)
