@@ -100,7 +100,7 @@ class Engine:
         num_blocks = choose_num_blocks(config, model, limits, largest.reserve)
         cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
         engine = Engine(model, cache, backend, limits, config, emit, chunked_prefill_size=largest.chunk)
-        if device.type == "cuda" and not config.enforce_eager:
+        if device.type == "cuda" and backend.capturable and not config.enforce_eager:
             engine.device.capture(progress)
         return engine
 
@@ -159,14 +159,24 @@ class Engine:
         time ──►  host    schedule N+1 · launch N+1 · wait N · retire N · schedule N+2 · …
                   device  ─────── N ──────────┤──────────── N+1 ─────────────┤──── N+2 …
         """
+        try:
+            self._step()
+        except RuntimeError as error:
+            # What the device reports may be an earlier step's fault: all that are on their way are named.
+            for step in [launched.step for launched in self._launched]:
+                size = f"{step.num_rows} rows in {step.num_entries} entries, {step.num_decodes} of them decodes"
+                error.add_note(f"a step in flight: {size}")
+            raise
+
+    def _step(self) -> None:
         step = self.scheduler.schedule()
         if step is not None:
-            launched = self.device.launch_forward(step)
-            self.device.launch_sampling(launched)
-            self._launched.append(launched)
+            self._launched.append(self.device.launch_forward(step))
+            self.device.launch_sampling(self._launched[-1])
         # Nothing launched: the scheduler may be waiting for what is in flight.
         if self._launched and (step is None or len(self._launched) > self._depth):
-            self._retire(self._launched.popleft())
+            self._retire(self._launched[0])
+            self._launched.popleft()
 
     def _retire(self, launched: Launched) -> None:
         started = time.perf_counter()

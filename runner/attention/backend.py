@@ -21,6 +21,9 @@ no mask at all, where a registered one would look for packed sequences with a de
 
 
 class AttentionBackend(Protocol):
+    capturable: bool
+    """Its launches depend on the batch's static sizes alone, so that a CUDA graph of them serves any schedule."""
+
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         """Causal attention of each row over its own sequence's cached rows, its own included.

@@ -12,6 +12,8 @@ from runner.attention.backend import AttentionBatch
 class SdpaAttention:
     """Decodes go through one padded SDPA call, every prefill chunk through one of its own."""
 
+    capturable = False  # shapes are cut to the sequences' lengths, by the host
+
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -43,6 +43,8 @@ class Tiles:
 class TritonAttention:
     """`AttentionBackend` for CUDA. Tiles are chosen by head size and dtype; give them to measure others."""
 
+    capturable = True
+
     def __init__(self, decode_tiles: Tiles | None = None, prefill_tiles: Tiles | None = None) -> None:
         self._decode_tiles = decode_tiles
         self._prefill_tiles = prefill_tiles

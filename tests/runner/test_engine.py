@@ -368,3 +368,18 @@ def test_rows_are_of_the_models_dtype(path: Path, dtype: str) -> None:
     table = harness.engine.model.embed(torch.tensor(ids))
     assert str(table.dtype) == f"torch.{dtype}"
     assert harness.generate(table).tokens == harness.generate(ids).tokens
+
+
+def test_a_device_error_names_the_steps_in_flight(
+    tiny_model: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tiny_model("llama"))
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(harness.engine.device, "_plain_sampling", fails)
+    harness.add(list(range(10, 17)), 4)
+    with pytest.raises(RuntimeError, match="device-side assert") as caught:
+        harness.run()
+    assert caught.value.__notes__ == ["a step in flight: 7 rows in 1 entries, 0 of them decodes"]

@@ -144,7 +144,7 @@ def test_layers_that_compute_something_else_are_not_adopted(
 
     def wrong(hf: Any, max_model_len: int) -> Decoder:
         decoder = fuse(hf, max_model_len)
-        decoder._in_order[1].scale *= 2  # type: ignore[operator]
+        decoder._in_order[1].scale *= 2
         return decoder
 
     monkeypatch.setattr("runner.trial.fuse", wrong)
