@@ -32,6 +32,8 @@ from runner.stream import Event, make_stream
 
 STAGING_DEPTH = 3
 """Steps whose staging buffers exist at once: one in preparation, two launched."""
+_COMPILED_TOPS = (1, 20, 64)
+"""Numbers of best tokens between which `kernels.logprobs` chooses a kernel."""
 SCORE_ROWS = 256
 """Rows whose logits exist at once while a prompt is scored."""
 
@@ -90,8 +92,16 @@ class DeviceStep:
         """On CUDA: captures the step's graphs. Nothing may be running; no slot is touched (the record is empty)."""
         self.upload.zero_()
         graphs = StepGraphs(self.num_slots, len(self.rows), self.slots.token_ids.shape[1])
-        graphs.capture(self._forward_pass, self._plain_sampling, progress)
+        graphs.capture(self._forward_pass, self._choose, progress)
         self._graphs = graphs
+        self._compile_the_rest()
+
+    @torch.inference_mode()
+    def _compile_the_rest(self) -> None:
+        """Kernels that no graph holds are compiled now, not when the first request asks for one."""
+        self._choose(1, Asks(penalties=True, filters=True))
+        for top in _COMPILED_TOPS:
+            logprobs_of(self._logits[:1], self._sampled[:1], min(top, self.model.vocab_size))
 
     def launch_forward(self, step: Step) -> Launched:
         """Hands a step's first half to the device, up to the logits, and returns at once. Waits for nothing in flight,
@@ -175,9 +185,11 @@ class DeviceStep:
     def _sample(self, launched: Launched, asks: Asks, edits: LogitEdits | None) -> None:
         step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
-        if asks == Asks() and edits is None and not asking:
-            graph = self._graphs.sampling(entries) if self._graphs is not None else None
-            graph.replay() if graph is not None else self._plain_sampling(entries)
+        graph = None
+        if self._graphs is not None and edits is None and not asking:
+            graph = self._graphs.sampling(entries, asks)
+        if graph is not None:
+            graph.replay()
         else:
             raw = self._logits[:entries]
             if asking and (asks.penalties or edits is not None) and raw.dtype == torch.float32:
@@ -224,11 +236,8 @@ class DeviceStep:
         return hidden
 
     @torch.inference_mode()
-    def _plain_sampling(self, entries: int) -> None:
-        """For entries that ask for nothing but a temperature."""
-        self._choose(entries, Asks(), None)
-
-    def _choose(self, entries: int, asks: Asks, edits: LogitEdits | None) -> None:
+    def _choose(self, entries: int, asks: Asks, edits: LogitEdits | None = None) -> None:
+        """From the logits to each slot's next token."""
         slot, logits = self._record[SLOTS, :entries], self._logits[:entries]
         sample(logits, slot, self.slots, self.sampling, asks, edits, self._sampled)
         advance_slots(self._record, entries, self.inputs, self._sampled, self.slots)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from runner.sampler import Asks
+
 log = logging.getLogger(__name__)
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, *range(16, 64, 8), *range(64, 128, 16), *range(128, 512, 32), *range(512, 4097, 128))
@@ -24,6 +26,7 @@ _MIXED_ENTRIES = (32, 96)
 """Entries of a mixed step that aren't there cost their share of a launch in every layer."""
 _MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048,
                3072, 4096, 5120, 6144, 7168, 8192)  # fmt: skip
+_SAMPLING_ASKS = (Asks(), Asks(filters=True))
 _MANY_ROWS = 2048
 """Beyond these, entries that aren't there no longer count."""
 
@@ -43,14 +46,14 @@ class StepGraphs:
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self._sizes = [*(size for size in _DECODE_SIZES if size < max_num_seqs), max_num_seqs]
-        self._sampling: dict[int, torch.cuda.CUDAGraph] = {}
+        self._sampling: dict[tuple[int, Asks], torch.cuda.CUDAGraph] = {}
         self._decode: dict[int, torch.cuda.CUDAGraph] = {}
         self._entries = [*(size for size in _MIXED_ENTRIES if size < max_num_seqs), max_num_seqs]
         self._rows = [size for size in _MIXED_ROWS if size <= max_num_batched_tokens]
         self._mixed: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, forward: Callable[[StepSize], object], sample: Callable[[int], object],
+    def capture(self, forward: Callable[[StepSize], object], sample: Callable[[int, Asks], object],
                 progress: Callable[[str], None]) -> None:  # fmt: skip
         """Captures everything, largest first (the smaller ones then fit into its memory).
 
@@ -66,7 +69,7 @@ class StepGraphs:
                 works.append((self._mixed, (entries, rows), partial(forward, size)))
         for n in reversed(self._sizes):
             works.append((self._decode, n, partial(forward, StepSize(n, n, n, self._max_model_len))))
-            works.append((self._sampling, n, partial(sample, n)))
+            works += [(self._sampling, (n, asks), partial(sample, n, asks)) for asks in _SAMPLING_ASKS]
         for done, (graphs, key, work) in enumerate(works, 1):
             graph = self._captured(work)
             if graph is not None:
@@ -94,8 +97,8 @@ class StepGraphs:
         rows = _fitting(self._rows, rows)
         return self._mixed.get((self._entries[-1] if rows > _MANY_ROWS else _fitting(self._entries, entries), rows))
 
-    def sampling(self, entries: int) -> torch.cuda.CUDAGraph | None:
-        return self._sampling.get(_fitting(self._sizes, entries))
+    def sampling(self, entries: int, asks: Asks) -> torch.cuda.CUDAGraph | None:
+        return self._sampling.get((_fitting(self._sizes, entries), asks))
 
 
 def _fitting(sizes: list[int], at_least: int) -> int:

@@ -378,7 +378,7 @@ def test_a_device_error_names_the_steps_in_flight(
     def fails(*args: Any) -> None:
         raise RuntimeError("device-side assert")
 
-    monkeypatch.setattr(harness.engine.device, "_plain_sampling", fails)
+    monkeypatch.setattr(harness.engine.device, "_choose", fails)
     harness.add(list(range(10, 17)), 4)
     with pytest.raises(RuntimeError, match="device-side assert") as caught:
         harness.run()
