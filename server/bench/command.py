@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
 
 from server.bench.campaign import Campaign, Point, Server, find_model
+from server.bench.flags import UsageError
+from server.bench.html_report import html_report
 from server.bench.http_connection import CallFailed, Target
-from server.bench.options import UsageError, build_levels, goodput_limits, num_procs, workload_maker
-from server.bench.summary import Limits
-from server.bench.text_report import ProgressLine, table
+from server.bench.levels import build_levels, num_procs
+from server.bench.results import Results
+from server.bench.sources import build_source
+from server.bench.text_report import ProgressLine, comparison_table, table
 from server.bench.workers import ClientProcesses, LoadError
 
-FAILED, USAGE = 1, 2
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,24 +30,34 @@ def run(arguments: argparse.Namespace) -> int:
     except (CallFailed, LoadError) as error:
         return _complain(str(error), FAILED)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _complain("interrupted", INTERRUPTED)
 
 
 def _run(flags: argparse.Namespace) -> int:
-    limits = goodput_limits(flags.goodput)
-    make_workload = workload_maker(flags)
-    levels = build_levels(flags)
+    source = build_source(flags)
+    levels = build_levels(flags, source)
+    files = _open_results(flags)
     rounds = flags.rounds or (1 if flags.compare is None else 3)
-    campaign = Campaign(_servers(flags), levels, make_workload, rounds, flags.timeout)
-    progress = ProgressLine() if flags.progress else None
-    points = []
-    with ClientProcesses(num_procs(flags.procs, levels)) as clients:
+    campaign = Campaign(_servers(flags), levels, source.make, rounds, flags.timeout)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    results = Results(flags, dict(flags.goodput) if flags.goodput else None, started, [])
+    try:
+        _measure(campaign, num_procs(flags.procs, levels), results)
+    finally:
+        _write(results, files)  # also what there was before an interruption
+    return 0 if all(_was_answered(point) for point in results.points) else FAILED
+
+
+def _measure(campaign: Campaign, procs: int, results: Results) -> None:
+    progress = ProgressLine() if results.flags.progress else None
+    with ClientProcesses(procs) as clients:
         for point in campaign.run(clients, progress or (lambda *_: None)):
             if progress is not None:
                 progress.clear()
-            _show(point, flags, limits)
-            points.append(point)
-    return 0 if all(_was_answered(point) for point in points) else FAILED
+            results.points.append(point)
+            _show(point, results)
+    if results.flags.compare is not None:
+        _show_comparisons(results)
 
 
 def _servers(flags: argparse.Namespace) -> list[Server]:
@@ -60,26 +74,36 @@ def _servers(flags: argparse.Namespace) -> list[Server]:
     return servers
 
 
-def _show(point: Point, flags: argparse.Namespace, limits: Limits | None) -> None:
-    if flags.json:
-        print(json.dumps(point_body(point, flags, limits)), flush=True)
+def _show(point: Point, results: Results) -> None:
+    if results.flags.json:
+        print(json.dumps(results.point_body(point)), flush=True)
     else:
-        print(table(point, limits), flush=True)
+        print(table(point, results.limits), flush=True)
 
 
-def point_body(point: Point, flags: argparse.Namespace, limits: Limits | None) -> dict[str, Any]:
-    """A point's figures and what they are figures of."""
-    return {
-        "model": point.server.model,
-        "label": flags.label,
-        "url": point.server.url,
-        "load": point.label,
-        "concurrency": point.concurrency,
-        "workload": flags.workload,
-        "input_len": flags.input_len,
-        "output_len": flags.output_len,
-        **point.summary(limits).body(),
-    }
+def _show_comparisons(results: Results) -> None:
+    for figures in results.comparisons():
+        print(json.dumps({"comparison": figures}) if results.flags.json else comparison_table(figures), flush=True)
+
+
+def _open_results(flags: argparse.Namespace) -> dict[str, Path]:
+    """Where results go. A file that can't be written is found out before an hour of measuring, not after it."""
+    files = {name: Path(path) for name in ("output", "html") if (path := getattr(flags, name)) is not None}
+    for name, path in files.items():
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise UsageError(f"--{name}: can't write {path}: {error.strerror}") from None
+    return files
+
+
+def _write(results: Results, files: dict[str, Path]) -> None:
+    if not results.points:
+        return
+    if "output" in files:
+        results.write(files["output"])
+    if "html" in files:
+        files["html"].write_text(html_report(results), encoding="utf-8")
 
 
 def _was_answered(point: Point) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from server.flag_types import integer, nonempty, real, seconds, with_default
+from server.flag_types import integer, invalid, nonempty, real, seconds, with_default
 
 MANY = 1 << 31
 WORKLOADS = ("ids", "embeds", "text", "mixed", "jsonl", "trace")
 LIMITS = ("ttft", "tpot", "itl", "e2el")
 MAX_PROCS = 64
+
+
+class UsageError(Exception):
+    """Flags that don't fit together. The message names them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +89,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add("--concurrency", "--max-concurrency", type=integer(1, 100_000), metavar="C", help=with_default(text, 1))
     text = "one point after the other at these concurrencies"
     add("--sweep", type=nonempty, metavar="C,C,…", help=with_default(text, "none"))
-    text = "requests at each point (default: 4 times the concurrency, at least 16; of a file, all)"
+    text = (
+        "requests at each point (default: 4 times the concurrency, at least 16; in an open loop those of a minute; of"
+        " a file, all)"
+    )
     add("--num-requests", "--num-prompts", type=integer(1, MANY), metavar="N", help=text)
-    text = "requests before them that don't count (default: as many as are in flight)"
+    text = "requests before them that don't count (default: the concurrency; in an open loop 1)"
     add("--warmup", "--num-warmups", type=integer(0, MANY), metavar="N", help=text)
     text = "open loop: requests a second, whether those before have been answered or not (default: closed loop)"
     add("--request-rate", type=real(1e-6, 1e6), metavar="RATE", help=text)
@@ -108,7 +115,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 def _add_results(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = f"milliseconds that a good request may take: {', '.join(f'{name}:MS' for name in LIMITS)}"
-    add("--goodput", nargs="+", action="extend", metavar="NAME:MS", help=with_default(text, "none"))
+    add("--goodput", nargs="+", action="extend", type=_limit, metavar="NAME:MS", help=with_default(text, "none"))
     add("--json", action="store_true", help=with_default("print one JSON line a point instead of tables", "off"))
     text = "write everything as JSON, with what is known of each request"
     add("--output", type=nonempty, metavar="FILE", help=with_default(text, "none"))
@@ -117,3 +124,11 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     text = "show on stderr how far it is"
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help=with_default(text, "on"))
     add("--label", default="", metavar="TEXT", help=with_default("goes into the results", "none"))
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """ "ttft:200" as ("ttft", 0.2)."""
+    name, _, milliseconds = text.partition(":")
+    if name not in LIMITS:
+        invalid(f"{text!r} is not a limit such as {LIMITS[0]}:200; there are {', '.join(LIMITS)}")
+    return name, real(1e-3, 1e9)(milliseconds) / 1e3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from server.bench.campaign import Point
 from server.bench.summary import Limits, Summary
@@ -87,3 +87,15 @@ def _latencies(summary: Summary) -> list[str]:
             figures = (values.mean, values.p50, values.p90, values.p99, values.max)
             lines.append(f"{name.upper():<10}" + "".join(f"{figure:>11.2f}" for figure in figures))
     return lines
+
+
+def comparison_table(figures: Mapping[str, Any]) -> str:
+    """`results.comparison` for people."""
+    lines = [
+        f"── {figures['load']}: {figures['first']} over {figures['second']}, median of the rounds (lowest–highest)"
+    ]
+    for name, ratios in figures.items():
+        if isinstance(ratios, dict):
+            spread = f"({ratios['lowest']:.3f}–{ratios['highest']:.3f})"
+            lines.append(f"{name:<28}{ratios['median']:.3f} {spread}")
+    return "\n".join([*lines, ""])

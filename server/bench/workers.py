@@ -29,7 +29,6 @@ import msgspec
 from server.bench.jobs import Job, Outcome, share
 from server.bench.load import Client, Tally, closed_loop, open_loop
 from server.bench.records import Record
-from server.bench.workloads import with_seed
 
 _WARMUP_SEED = 1_000_003
 _REPORT_SECONDS = 0.5
@@ -202,7 +201,7 @@ async def _warm_up(job: Job, place: _Place) -> tuple[int, list[str]]:
     """How many were sent from here, and what went wrong with each that failed."""
     first = sum(share(job.warmup, part, place.parts) for part in range(place.part))
     todo = iter(range(first, first + place.share(job.warmup)))
-    client = Client(job.target, with_seed(job.workload, _WARMUP_SEED), job.timeout)
+    client = Client(job.target, job.workload.others(_WARMUP_SEED), job.timeout)
     width = place.share(max(job.concurrency or job.warmup, place.parts))
     records = await closed_loop(client, lambda: next(todo, None), width)
     return len(records), [record.detail for record in records if record.error is not None]

@@ -58,11 +58,11 @@ class Common:
 
 
 class Workload(Protocol):
-    """`prepare` must give the same for the same index; `len` is how many different requests there are, 0: no end."""
+    def prepare(self, index: int) -> Prepared:
+        """Request number `index`, always the same."""
 
-    def __len__(self) -> int: ...
-
-    def prepare(self, index: int) -> Prepared: ...
+    def others(self, offset: int) -> Workload:
+        """Requests of the same kind that have no beginning in common with these: for warming up."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class RandomIds:
     num_prefixes: int = 1
     """Request `index` is in group `index % num_prefixes`."""
 
-    def __len__(self) -> int:
-        return 0
-
     def prepare(self, index: int) -> Prepared:
-        ids = _random_ids((self.seed, 1, index), self.input_len - self.prefix_len, self.vocab_size)
+        ids = random_ids((self.seed, 1, index), self.input_len - self.prefix_len, self.vocab_size)
         if self.prefix_len:
             ids = [*self._prefixes[index % self.num_prefixes], *ids]
         length = self.common.output_len
         return completion("ids", length, self.common.body(length, prompt=ids))
 
+    def others(self, offset: int) -> Workload:
+        return replace(self, seed=self.seed + offset)
+
     @cached_property
     def _prefixes(self) -> list[list[int]]:
         groups = range(self.num_prefixes)
-        return [_random_ids((self.seed, 2, group), self.prefix_len, self.vocab_size) for group in groups]
+        return [random_ids((self.seed, 2, group), self.prefix_len, self.vocab_size) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class RandomEmbeds:
 
     OWN_ROWS = 3
 
-    def __len__(self) -> int:
-        return 0
-
     def prepare(self, index: int) -> Prepared:
         before, header, shared, after = self._pieces
         own = self._rows((self.seed, 3, index), min(self.OWN_ROWS, self.input_len))
         pieces = (before, pybase64.b64encode(header + own), shared, after)
         return Prepared("embeds", COMPLETIONS, pieces, self.common.output_len)
+
+    def others(self, offset: int) -> Workload:
+        return replace(self, seed=self.seed + offset)
 
     @cached_property
     def _pieces(self) -> tuple[bytes, bytes, bytes, bytes]:
@@ -153,12 +153,12 @@ class RandomText:
     seed: int = 0
     chat: bool = False
 
-    def __len__(self) -> int:
-        return 0
-
     def prepare(self, index: int) -> Prepared:
         words = np.random.default_rng((self.seed, 5, index)).choice(_WORDS, self.input_len)
         return text_request(self.common, " ".join(words), self.common.output_len, chat=self.chat)
+
+    def others(self, offset: int) -> Workload:
+        return replace(self, seed=self.seed + offset)
 
 
 @dataclass(frozen=True)
@@ -169,23 +169,13 @@ class Mixed:
     weights: tuple[float, ...]
     seed: int = 0
 
-    def __len__(self) -> int:
-        return 0
-
     def prepare(self, index: int) -> Prepared:
         point = np.random.default_rng((self.seed, 6, index)).random() * sum(self.weights)
         chosen = int(np.searchsorted(np.cumsum(self.weights), point, side="right"))
         return self.parts[min(chosen, len(self.parts) - 1)].prepare(index)
 
-
-def with_seed(workload: Workload, offset: int) -> Workload:
-    """The same kind of requests, others than `workload`'s own. (Those of a file stay what they are.)"""
-    if isinstance(workload, Mixed):
-        parts = tuple(with_seed(part, offset) for part in workload.parts)
-        return replace(workload, parts=parts, seed=workload.seed + offset)
-    if isinstance(workload, RandomIds | RandomEmbeds | RandomText):
-        return replace(workload, seed=workload.seed + offset)
-    return workload
+    def others(self, offset: int) -> Workload:
+        return replace(self, parts=tuple(part.others(offset) for part in self.parts), seed=self.seed + offset)
 
 
 def text_request(common: Common, text: str, output_len: int, *, chat: bool) -> Prepared:
@@ -205,7 +195,7 @@ def completion(kind: str, output_len: int, body: Mapping[str, Any]) -> Prepared:
 encode = msgspec.json.Encoder().encode
 
 
-def _random_ids(key: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
+def random_ids(key: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
     ids: list[int] = np.random.default_rng(key).integers(3, vocab_size, count).tolist()
     return ids
 
