@@ -156,7 +156,7 @@ def _stream_failure(error: object) -> CallFailed:
 
 
 def _message(error: object) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
+    message = error.get("message", error) if isinstance(error, dict) else error
     return message if isinstance(message, str) else msgspec.json.encode(message).decode()
 
 

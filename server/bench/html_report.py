@@ -5,7 +5,7 @@ What servers answered (names, error messages) is not trusted: it is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -19,13 +19,12 @@ from server.bench.svg_plot import Pair, Plot, Series
 
 LATENCIES = {
     "ttft": "Time to first token",
-    "tpot": "Time per output token after the first",
+    "tpot": "Time per output token",
     "itl": "Gap between tokens",
     "e2el": "End-to-end latency",
 }
 _CDF_POINTS = 200
 _BINS = 60
-_MAX_STEPS = 600
 _MIN_MS = 1e-3
 """Tokens that came in one piece are 0 ms apart, which has no place on a logarithmic axis."""
 
@@ -41,9 +40,9 @@ def html_report(results: Results) -> str:
         _figures_table(results, summaries, colors),
         *_errors(results.points, summaries),
         *_comparisons(results),
-        *_section("Over concurrency", _sweep_plots(results.points, summaries, colors)),
-        *_section("Latencies, cumulative", _cdf_plots(results.points, colors)),
-        *_section("Over time", _timelines(results.points, colors), "Of each point's first round."),
+        *_section("Over concurrency", _sweep_plots(results.points, summaries, colors), colors.servers_legend()),
+        *_section("Latencies, cumulative", _cdf_plots(results.points, colors), colors.legend()),
+        *_section("Over time", _timelines(results.points, colors), "<p>Of each point's first round.</p>"),
         "<h2>Options</h2>",
         _table(("flag", "value"), [(name, str(value)) for name, value in sorted(results.options.items())]),
     ]
@@ -76,6 +75,12 @@ class _Colors:
         """That of the server's last point, its strongest."""
         return self.of(max(index for index, point in enumerate(self._points) if point.server.url == url))
 
+    def legend(self) -> str:
+        return _legend((self.name(index), self.of(index)) for index in range(len(self._points)))
+
+    def servers_legend(self) -> str:
+        return _legend((url, self.server(url)) for url in self._urls)
+
     def style(self) -> str:
         light, dark = [], []
         for index, point in enumerate(self._points):
@@ -87,6 +92,15 @@ class _Colors:
         return f":root{{{''.join(light)}}} @media (prefers-color-scheme:dark){{:root{{{''.join(dark)}}}}}"
 
 
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    parts = [f"<span>{_swatch(color)} {escape(name)}</span>" for name, color in entries]
+    return f'<p class="legend">{"".join(parts)}</p>'
+
+
+def _swatch(color: str) -> str:
+    return f'<span class="swatch" style="background:{color}"></span>'
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +110,6 @@ def _figures_table(results: Results, summaries: Sequence[Summary], colors: _Colo
     head += ["goodput req/s"] if results.limits is not None else []
     rows = []
     for index, (point, summary) in enumerate(zip(results.points, summaries, strict=True)):
-        swatch = f'<span class="swatch" style="background:{colors.of(index)}"></span>'
         cells = [escape(point.server.url), escape(point.label), f"{summary.num_answered} of {summary.num_sent}"]
         cells += [f"{summary.requests_per_second:.2f}", f"{summary.output_tokens_per_second:,.1f}"]
         for name in LATENCIES:
@@ -104,7 +117,7 @@ def _figures_table(results: Results, summaries: Sequence[Summary], colors: _Colo
             cells += ["–", "–"] if values is None else [f"{values.p50:,.2f}", f"{values.p99:,.2f}"]
         if summary.good is not None:
             cells.append(f"{summary.good / summary.seconds:.2f}")
-        rows.append([swatch, *cells])
+        rows.append([_swatch(colors.of(index)), *cells])
     return _table(head, rows, is_html=True)
 
 
@@ -145,9 +158,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, is_html: bool 
 
 
 def _section(title: str, plots: Sequence[Plot], note: str = "") -> Iterator[str]:
+    """`note`: HTML."""
     if plots:
         yield f"<h2>{escape(title)}</h2>"
-        yield f"<p>{escape(note)}</p>" if note else ""
+        yield note
         yield '<div class="plots">' + "\n".join(f"<figure>{plot.svg()}</figure>" for plot in plots) + "</div>"
 
 
@@ -155,6 +169,7 @@ def _sweep_plots(points: Sequence[Point], summaries: Sequence[Summary], colors: 
     both = [(point, summary) for point, summary in zip(points, summaries, strict=True) if point.concurrency]
     if len({point.concurrency for point, _ in both}) < 2:
         return []
+    ticks = sorted({float(point.concurrency or 0) for point, _ in both})
     throughput: list[Series] = []
     latencies: dict[str, list[Series]] = {"ttft": [], "tpot": []}
     for url in dict.fromkeys(point.server.url for point, _ in both):
@@ -166,10 +181,10 @@ def _sweep_plots(points: Sequence[Point], summaries: Sequence[Summary], colors: 
             for which in ("p50", "p99"):
                 found = [(at, getattr(value, which)) for at, each in own if (value := getattr(each, name)) is not None]
                 series.append(Series(f"{url}, {which}", color, found, dashed=which == "p99", markers=True))
-    plots = [Plot("Throughput", "concurrency", "output tok/s", throughput, x_log=True)]
+    plots = [Plot("Throughput", "concurrency", "output tok/s", throughput, x_log=True, x_ticks=ticks)]
     for name, series in latencies.items():
         title = f"{LATENCIES[name]}: p50, and p99 dashed"
-        plots.append(Plot(title, "concurrency", "ms", series, x_log=True))
+        plots.append(Plot(title, "concurrency", "ms", series, x_log=True, x_ticks=ticks))
     return plots
 
 
@@ -208,8 +223,8 @@ def _timelines(points: Sequence[Point], colors: _Colors) -> list[Plot]:
         name, color = colors.name(index), colors.of(index)
         rate = Series(name, color, token_rate(records, zero))
         plots.append(Plot(f"{name}: throughput", "seconds", "output tok/s", [rate]))
-        in_flight = Series(name, color, _staircase(records, zero))
-        plots.append(Plot(f"{name}: in flight", "seconds", "requests", [in_flight]))
+        flight = Series(name, color, in_flight(records, zero))
+        plots.append(Plot(f"{name}: in flight", "seconds", "requests", [flight]))
     return plots
 
 
@@ -230,14 +245,16 @@ def token_rate(records: Sequence[Record], zero: float, bins: int = _BINS) -> lis
     return [(float(edge + width / 2), float(count / width)) for edge, count in zip(edges[:-1], counts, strict=True)]
 
 
-def _staircase(records: Sequence[Record], zero: float) -> list[Pair]:
+def in_flight(records: Sequence[Record], zero: float, bins: int = _BINS) -> list[Pair]:
+    """(middle of the interval, requests in flight on average), over `bins` equal intervals."""
     steps = concurrency_steps(records)
-    if len(steps) > _MAX_STEPS:
-        steps = steps[:: len(steps) // _MAX_STEPS]
-    pairs: list[Pair] = []
-    for moment, count in steps:
-        pairs += [(moment - zero, float(pairs[-1][1] if pairs else 0)), (moment - zero, float(count))]
-    return pairs
+    moments = np.array([moment - zero for moment, _ in steps])
+    counts = np.array([count for _, count in steps[:-1]], dtype=float)
+    area = np.concatenate(([0.0], np.cumsum(np.diff(moments) * counts)))
+    edges = np.linspace(0.0, max(float(moments[-1]), 1e-9), bins + 1)
+    means = np.diff(np.interp(edges, moments, area)) / np.diff(edges)
+    middles = (edges[:-1] + edges[1:]) / 2
+    return [(float(middle), float(mean)) for middle, mean in zip(middles, means, strict=True)]
 
 
 _PAGE = """<!doctype html>
@@ -256,6 +273,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-siz
 th, td {{ text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--grid); white-space: nowrap; }}
 th {{ color: var(--soft); font-weight: 500; }}
 .swatch {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px; vertical-align: -1px; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; font-size: 13px; color: var(--soft); }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 1.2rem; }}
 figure {{ margin: 0; }} svg {{ width: 100%; height: auto; }}
 .plot-title {{ font: 600 13px system-ui, sans-serif; fill: var(--ink); }}

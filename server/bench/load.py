@@ -137,3 +137,5 @@ async def open_loop(
 async def _until(moment: float, clock: Clock) -> None:
     """At least one turn of the event loop, so that a schedule which lies in the past can't hold it."""
     await asyncio.sleep(max(0.0, moment - clock()))
+    while (early := moment - clock()) > 0:  # noqa: ASYNC110 - uvloop's timers count whole milliseconds
+        await asyncio.sleep(early)

@@ -66,6 +66,8 @@ class Plot:
     y_label: str
     series: Sequence[Series]
     x_log: bool = False
+    x_ticks: Sequence[float] | None = None
+    """Where the x axis has figures; None: at round ones."""
     y_high: float | None = None
     """Where the y axis ends, if not at the highest value. It begins at 0."""
 
@@ -79,7 +81,7 @@ class Plot:
             [
                 f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">',
                 _text(LEFT, 16, self.title, "plot-title"),
-                *_x_axis(x, self.x_label),
+                *_x_axis(x, self.x_label, x.ticks() if self.x_ticks is None else self.x_ticks),
                 *_y_axis(y, self.y_label),
                 *(_line(each, x, y) for each in self.series),
                 "</svg>",
@@ -87,10 +89,10 @@ class Plot:
         )
 
 
-def _x_axis(axis: Axis, label: str) -> list[str]:
+def _x_axis(axis: Axis, label: str, ticks: Sequence[float]) -> list[str]:
     bottom = HEIGHT - BOTTOM
     parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>']
-    for tick in axis.ticks():
+    for tick in ticks:
         parts.append(
             f'<line class="axis" x1="{axis.at(tick):.1f}" x2="{axis.at(tick):.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
         )

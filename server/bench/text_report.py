@@ -16,12 +16,12 @@ BUSY = 0.8
 
 
 class ProgressLine:
-    """On a terminal one line that is written over; elsewhere a line every ten seconds."""
+    """Writes to stderr. On a terminal one line that is written over; elsewhere a line every ten seconds."""
 
-    def __init__(self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._on_terminal = stream.isatty()
+        self._on_terminal = self._stream.isatty()
         self._last = clock()
 
     def __call__(self, point: Point, round_: int, total: int, progress: Progress) -> None:

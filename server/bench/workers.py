@@ -107,22 +107,19 @@ class ClientProcesses:
         self._counter.value = 0
         for pipe in self._pipes:
             pipe.send(job)
-        self._warmed([self._message(pipe) for pipe in self._pipes])
+        answers = [self._message(pipe) for pipe in self._pipes]
+        complaint = _complaint(answers)
         zero = time.perf_counter() + _START_DELAY
         for pipe in self._pipes:
-            pipe.send(zero)
+            pipe.send(zero if complaint is None else None)
+        if complaint is not None:
+            raise LoadError(complaint)
         parts = self._collect(on_progress)
         records = sorted((record for part in parts for record in part.records), key=lambda record: record.start)
         if not records:
             raise LoadError("no request was sent")
         seconds = max(record.end for record in records) - records[0].start
         return Outcome(records, max(part.cpu_seconds for part in parts) / max(seconds, 1e-9))
-
-    def _warmed(self, answers: Sequence[Any]) -> None:
-        failures = [detail for answer in answers for detail in answer[1]]
-        asked = sum(answer[0] for answer in answers)
-        if asked and len(failures) == asked:
-            raise LoadError(f"none of the {asked} warm-up requests was answered: {failures[0]}")
 
     def _collect(self, on_progress: OnProgress) -> list[_Done]:
         done: list[_Done] = []
@@ -145,6 +142,15 @@ class ClientProcesses:
             return pipe.recv()
         except (EOFError, OSError):
             raise LoadError("a client process died") from None
+
+
+def _complaint(answers: Sequence[tuple[int, list[str]]]) -> str | None:
+    """What the processes' warming up says against going on."""
+    failures = [detail for _, details in answers for detail in details]
+    asked = sum(count for count, _ in answers)
+    if not asked or len(failures) < asked:
+        return None
+    return f"none of the {asked} warm-up requests was answered: {failures[0]}"
 
 
 def _sum(tallies: Sequence[Tally]) -> Progress:
@@ -184,7 +190,9 @@ def _serve(pipe: Connection, counter: _Counter, part: int, parts: int) -> None:
 async def _run_job(job: Job, place: _Place, pipe: Connection) -> None:
     pipe.send(await _warm_up(job, place))
     # The loop has nothing else to do: waiting in it costs nobody anything.
-    zero: float = pipe.recv()
+    zero: float | None = pipe.recv()
+    if zero is None:
+        return
     client = Client(job.target, job.workload, job.timeout)
     gc.collect()
     gc.freeze()

@@ -36,6 +36,9 @@ from tests.gpu.bench_models import MODELS, BenchModel
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 20
+"""How long the server may take to stop before it is killed,"""
+RUNNER_SECONDS = 5
+"""and its runner to follow it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -203,7 +206,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def _kill_runner(pid: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + RUNNER_SECONDS
     while _is_ours(pid):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
