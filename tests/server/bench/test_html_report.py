@@ -14,7 +14,7 @@ from server.bench.svg_plot import LEFT, RIGHT, WIDTH, Axis, Plot, Series
 def test_token_rate_counts_every_token_once() -> None:
     records = [
         Record(0, "ids", 10.0, 12.0, first=11.0, last=12.0, gaps=[0.5, 0.5], num_events=3, completion_tokens=6),
-        Record(1, "ids", 10.0, 12.0, error="x", first=11.0, gaps=[]),
+        Record(1, "ids", 10.0, 12.0, error="x", first=11.0, num_events=1),
     ]
     rate = token_rate(records, 10.0, bins=4)
     assert rate == [(0.25, 0.0), (0.75, 0.0), (1.25, 4.0), (1.75, 8.0)]  # 2 tokens at 1.0, 1.5 and 2.0 s
