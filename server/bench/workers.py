@@ -13,7 +13,6 @@ threads, and a test's parent has torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import multiprocessing
 import signal
@@ -34,6 +33,7 @@ _WARMUP_SEED = 1_000_003
 _REPORT_SECONDS = 0.5
 _START_DELAY = 0.05
 """Open loop: from "go" to the schedule's zero, so that every process has heard of it."""
+_DIED = "a client process died"
 
 T = TypeVar("T")
 
@@ -105,13 +105,11 @@ class ClientProcesses:
     def run(self, job: Job, on_progress: OnProgress = lambda progress: None) -> Outcome:
         """Raises LoadError when no warm-up request is answered, or a process dies."""
         self._counter.value = 0
-        for pipe in self._pipes:
-            pipe.send(job)
+        self._tell_all(job)
         answers = [self._message(pipe) for pipe in self._pipes]
         complaint = _complaint(answers)
         zero = time.perf_counter() + _START_DELAY
-        for pipe in self._pipes:
-            pipe.send(zero if complaint is None else None)
+        self._tell_all(zero if complaint is None else None)
         if complaint is not None:
             raise LoadError(complaint)
         parts = self._collect(on_progress)
@@ -137,11 +135,18 @@ class ClientProcesses:
                     waiting.remove(pipe)
         return done
 
+    def _tell_all(self, message: Job | float | None) -> None:
+        try:
+            for pipe in self._pipes:
+                pipe.send(message)
+        except OSError:
+            raise LoadError(_DIED) from None
+
     def _message(self, pipe: Connection) -> Any:
         try:
             return pipe.recv()
         except (EOFError, OSError):
-            raise LoadError("a client process died") from None
+            raise LoadError(_DIED) from None
 
 
 def _complaint(answers: Sequence[tuple[int, list[str]]]) -> str | None:
@@ -182,9 +187,11 @@ class _Place:
 def _serve(pipe: Connection, counter: _Counter, part: int, parts: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, and it ends us
     place = _Place(part, parts, counter)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    try:
         while True:
             _run_in_loop(_run_job(pipe.recv(), place, pipe))
+    except* (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent has gone, whichever way
 
 
 async def _run_job(job: Job, place: _Place, pipe: Connection) -> None:

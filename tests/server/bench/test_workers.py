@@ -6,9 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,7 @@ from tests.server.bench.scripted_http import (
     usage,
     whole,
 )
+from tests.server.harness import ROOT, eventually
 
 WARMUP_ROWS = 64
 TOKENS = 4
@@ -147,8 +151,43 @@ def test_a_server_that_is_not_there(clients: ClientProcesses, unused_port: int) 
     assert summarise([outcome]).errors == {"connection_refused": 5}
 
 
-def test_a_client_process_that_dies() -> None:
+def test_client_processes_follow_their_parent() -> None:
+    """Also when it is killed while they are at work."""
+
+    async def never(exchange: Exchange) -> None:
+        await asyncio.sleep(60)
+
+    def kill_when_busy(served: Served) -> tuple[list[int], str]:
+        command = [sys.executable, "-m", "server.cli", "bench", "serve", "--model", "m", "--url"]
+        command += [f"http://127.0.0.1:{served.port}", "--concurrency", "2", "--procs", "2", "--warmup", "0"]
+        parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        eventually(lambda: len(served.exchanges) == 2)
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        parent.kill()
+        return list(map(int, children)), parent.communicate(timeout=20)[1]
+
+    async def main() -> None:
+        async with serving(never) as served:
+            children, complaint = await asyncio.to_thread(kill_when_busy, served)
+            assert len(children) >= 2
+            await asyncio.to_thread(eventually, lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+            assert "Traceback" not in complaint
+
+    asyncio.run(main())
+
+
+def test_a_client_process_that_has_died() -> None:
     with ClientProcesses(1) as clients:
         os.kill(clients._processes[0].pid, signal.SIGKILL)
         with pytest.raises(LoadError, match="a client process died"):
             clients.run(job(Target.parse("http://127.0.0.1:9"), 1))
+
+
+def test_a_client_process_that_dies_at_work() -> None:
+    async def deadly(exchange: Exchange) -> None:
+        os.kill(pids.pop(), signal.SIGKILL)
+
+    with ClientProcesses(1) as clients:
+        pids = [clients._processes[0].pid]
+        with pytest.raises(LoadError, match="a client process died"):
+            run(deadly, lambda target: clients.run(job(target, 1, concurrency=1)))
