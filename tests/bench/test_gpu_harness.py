@@ -11,9 +11,10 @@ import pytest
 import transformers
 
 from server.tokenizer import Tokenizer
-from tests.gpu import bench_serve
+from tests.gpu import server_process
 from tests.gpu.bench_models import MODELS, write_tokenizer
-from tests.gpu.bench_serve import Load, default_points, running_server
+from tests.gpu.bench_serve import Load, default_points
+from tests.gpu.server_process import running_server
 from tests.server.harness import eventually, is_alive
 
 # A stand-in for the server: starts what it takes for a runner, which ignores the end of its standard input.
@@ -60,7 +61,7 @@ def test_points() -> None:
 
 
 def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_serve, "RUNNER_SECONDS", 0.2)
+    monkeypatch.setattr(server_process, "RUNNER_SECONDS", 0.2)
     log = tmp_path / "log"
     with pytest.raises(ZeroDivisionError), running_server([sys.executable, "-c", SERVER], log) as server:
         runner = int(eventually(log.read_text))
