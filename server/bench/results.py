@@ -18,7 +18,8 @@ from server.bench.summary import Limits, summarise
 FORMAT = 1
 """Of the file: raised when members change their meaning."""
 _SECRET = ("api_key",)
-_NOT_OPTIONS = ("run", "run_bench", "command", "bench", "version")
+_NOT_OPTIONS = ("run", "run_bench", "command", "bench", "version", "output", "html", "json", "progress")
+"""Says nothing about what was measured; and whoever is shown a report has no business with its author's folders."""
 
 
 @dataclass

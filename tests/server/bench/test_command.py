@@ -104,6 +104,7 @@ def test_results_of_a_comparison(server: ServerProcess, capsys: pytest.CaptureFi
 
     everything = json.loads(output.read_text())
     assert "sesame" not in output.read_text() and "sesame" not in report.read_text()
+    assert str(tmp_path) not in report.read_text() + output.read_text()
     assert everything["options"]["sweep"] == "1,2"
     rounds = everything["points"][0]["per_round"]
     assert [len(round_["requests"]) for round_ in rounds] == [4, 4]
