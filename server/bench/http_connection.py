@@ -10,6 +10,7 @@ httptools, which uvicorn uses on the other side.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -124,7 +125,7 @@ class HttpConnection:
     async def _connect(self) -> _Exchange:
         loop = asyncio.get_running_loop()
         target = self._target
-        tls = ssl.create_default_context() if target.tls else None
+        tls = _tls() if target.tls else None
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, protocol = await loop.create_connection(
@@ -142,6 +143,12 @@ class HttpConnection:
         if self._protocol is not None:
             self._protocol.close()
             self._protocol = None
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all connections: reading the machine's certificates takes tens of milliseconds."""
+    return ssl.create_default_context()
 
 
 @dataclass(slots=True)

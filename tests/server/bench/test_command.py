@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from server.bench.flags import add_arguments
 from server.cli import main
 from tests.server.harness import ROOT, ServerProcess
 
@@ -186,6 +189,28 @@ def test_more_requests_than_a_file_has(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text('{"prompt":"a"}')
     flags = ["--workload", "jsonl", "--prompts", str(file), "--num-requests", "2"]
     assert "the file has only 1" in refused(capsys, *flags)
+
+
+def test_every_flag_states_its_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    actions = parser._actions[1:]
+    assert len(actions) > 30
+    assert all("(default: " in str(action.help) for action in actions)
+
+
+def test_an_interrupted_run_keeps_what_it_has(server: ServerProcess, tmp_path: Path) -> None:
+    output = tmp_path / "all.json"
+    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--url", server.base, "--sweep", "1,2"]
+    command += ["--num-requests", "40", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
+    command += ["--output", str(output)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        any("E2EL" in line for line in bench.stdout)  # the first point's table, or the end
+        bench.send_signal(signal.SIGINT)
+        complaint = bench.communicate(timeout=30)[1]
+    assert (bench.returncode, "Traceback" in complaint) == (130, False), complaint
+    assert [point["concurrency"] for point in json.loads(output.read_text())["points"]] == [1]
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
