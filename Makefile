@@ -21,10 +21,10 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench gpu-bench clean
+.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench gpu-bench gpu-bench-serve clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## make .venv with the pinned dependencies and the default model (every target does this by itself)
 
@@ -84,6 +84,9 @@ bench: $(STAMP) ## measure the server on this machine's CPU
 
 gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
 	$(PY) -m tests.gpu.bench_kernels $(ARGS)
+
+gpu-bench-serve: $(STAMP) ## measure the server over HTTP on this machine's GPU, with random weights
+	$(PY) -m tests.gpu.bench_serve $(ARGS)
 
 clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
 	rm -rf .venv .venv-min build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

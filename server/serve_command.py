@@ -4,13 +4,17 @@ default in `--help`."""
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from server.config import DEFAULT_MODEL_NAME, ServerConfig
+from server.flag_types import fraction as _fraction
+from server.flag_types import integer as _integer
+from server.flag_types import key_file as _key_file
+from server.flag_types import nonempty as _nonempty
+from server.flag_types import seconds as _seconds
+from server.flag_types import size as _size
+from server.flag_types import with_default as _with_default
 
 _DEFAULTS = ServerConfig()
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -258,79 +262,3 @@ def _add_refused(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
-
-
-# --- types ----------------------------------------------------------------------------------------------------------
-
-
-def _with_default(text: str, default: object) -> str:
-    return f"{text} (default: {default})".replace("%", "%%")
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            _invalid(f"{text!r} is not a whole number")
-        if not low <= value <= high:
-            _invalid(f"{value} is not between {low} and {high}")
-        return value
-
-    return parse
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-
-
-def _size(low: int) -> Callable[[str], int]:
-    """A whole number, with K, M, G (powers of 1000) or Ki, Mi, Gi (of 1024) behind it."""
-    check = _integer(low, sys.maxsize)
-
-    def parse(text: str) -> int:
-        number = text.rstrip("kKmMgGiI")
-        unit = text[len(number) :].lower()
-        if not number.isdecimal() or unit not in _UNITS:
-            _invalid(f"{text!r} is not a size: write 500000000, 500M or 4Gi")
-        return check(str(int(number) * _UNITS[unit]))
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 0.0, 86400.0)
-
-
-def _fraction(text: str) -> float:
-    value = _number(text, 0.0, 1.0)
-    return value if value > 0 else _invalid("0 is not between 0 and 1")
-
-
-def _number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        _invalid(f"{text!r} is not a number")
-    if not low <= value <= high:
-        _invalid(f"{text} is not between {low:g} and {high:g}")
-    return value
-
-
-def _nonempty(text: str) -> str:
-    return text.strip() or _invalid("must not be empty")
-
-
-def _key_file(name: str) -> list[str]:
-    """The keys, without empty lines and lines that begin with #."""
-    try:
-        lines = Path(name).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        _invalid(f"cannot read {name}: {error.strerror}")
-    except UnicodeDecodeError:
-        _invalid(f"{name} is not a text in UTF-8")
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return keys or _invalid(f"there is no key in {name}")
-
-
-def _invalid(message: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(message)

@@ -1,0 +1,26 @@
+"""`intarsia bench …`: measurements, each a subcommand. `bench serve` is the load generator in `server.bench`."""
+
+from __future__ import annotations
+
+import argparse
+
+from server.bench import flags as serve_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="bench", metavar="WHAT", title="measurements", required=True)
+    text = "load a server with requests and report latencies and throughput"
+    bench = benches.add_parser("serve", help=text, usage="intarsia bench serve [flags]", allow_abbrev=False)
+    serve_flags.add_arguments(bench)
+    bench.set_defaults(run_bench=_serve)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status: int = arguments.run_bench(arguments)
+    return status
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from server.bench.command import run
+
+    return run(arguments)

@@ -1,0 +1,89 @@
+"""What the command lines' flags are made of: checked numbers, sizes and texts. Used by the subcommands' modules.
+
+Each is a `type=` for argparse: it raises `ArgumentTypeError` with the limit that was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+def with_default(text: str, default: object) -> str:
+    return f"{text} (default: {default})".replace("%", "%%")
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            invalid(f"{text!r} is not a whole number")
+        if not low <= value <= high:
+            invalid(f"{value} is not between {low} and {high}")
+        return value
+
+    return parse
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def size(low: int) -> Callable[[str], int]:
+    """A whole number, with K, M, G (powers of 1000) or Ki, Mi, Gi (of 1024) behind it."""
+    check = integer(low, sys.maxsize)
+
+    def parse(text: str) -> int:
+        number = text.rstrip("kKmMgGiI")
+        unit = text[len(number) :].lower()
+        if not number.isdecimal() or unit not in _UNITS:
+            invalid(f"{text!r} is not a size: write 500000000, 500M or 4Gi")
+        return check(str(int(number) * _UNITS[unit]))
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    return number(text, 0.0, 86400.0)
+
+
+def fraction(text: str) -> float:
+    value = number(text, 0.0, 1.0)
+    return value if value > 0 else invalid("0 is not between 0 and 1")
+
+
+def number(text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        invalid(f"{text!r} is not a number")
+    if not low <= value <= high:
+        invalid(f"{text} is not between {low:g} and {high:g}")
+    return value
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    return lambda text: number(text, low, high)
+
+
+def nonempty(text: str) -> str:
+    return text.strip() or invalid("must not be empty")
+
+
+def key_file(name: str) -> list[str]:
+    """The keys, without empty lines and lines that begin with #."""
+    try:
+        lines = Path(name).read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        invalid(f"cannot read {name}: {error.strerror}")
+    except UnicodeDecodeError:
+        invalid(f"{name} is not a text in UTF-8")
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return keys or invalid(f"there is no key in {name}")
+
+
+def invalid(message: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(message)

@@ -1,0 +1,1 @@
+"""Tests of the load generator, against scripted servers and a real one."""

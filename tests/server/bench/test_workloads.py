@@ -1,0 +1,147 @@
+"""What is sent: against the `safetensors` package, the server's own reader, and by counting."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from server.bench.workloads import (
+    CHAT,
+    COMPLETIONS,
+    Common,
+    EmbedsDtype,
+    Mixed,
+    Prepared,
+    RandomEmbeds,
+    RandomIds,
+    RandomText,
+    Workload,
+)
+from server.file_tensor import RowLimits
+from server.safetensors_file import read_safetensors
+
+COMMON = Common("m", output_len=9)
+
+
+def body(request: Prepared) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(b"".join(request.body))
+    return decoded
+
+
+def ids_of(workload: Workload, index: int) -> list[int]:
+    ids: list[int] = body(workload.prepare(index))["prompt"]
+    return ids
+
+
+def test_ids() -> None:
+    workload = RandomIds(COMMON, 400, vocab_size=50)
+    request = workload.prepare(0)
+    assert (request.kind, request.path, request.output_len) == ("ids", COMPLETIONS, 9)
+    sent = body(request)
+    ids = sent.pop("prompt")
+    assert len(ids) == 400 and set(ids) == set(range(3, 50))
+    assert sent == {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_extra_members_win() -> None:
+    sent = body(RandomIds(Common("m", extra={"temperature": 1, "seed": 4}), 3).prepare(0))
+    assert (sent["temperature"], sent["seed"]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        RandomIds(COMMON, 20),
+        RandomIds(COMMON, 20, prefix_len=10, num_prefixes=2),
+        RandomEmbeds(COMMON, 8, 12),
+        RandomText(COMMON, 20),
+        Mixed((RandomIds(COMMON, 20), RandomEmbeds(COMMON, 8, 12)), (0.5, 0.5)),
+    ],
+)
+def test_a_request_follows_from_seed_and_index(workload: Workload) -> None:
+    """So any process may make it: also one to which the workload was sent."""
+    first = [workload.prepare(index).body for index in range(20)]
+    assert len(set(first)) == 20
+    sent_over = pickle.loads(pickle.dumps(workload))  # noqa: S301 - our own
+    assert [sent_over.prepare(index).body for index in reversed(range(20))] == first[::-1]
+    others = {workload.others(1).prepare(index).body for index in range(20)}
+    assert not others & set(first)
+
+
+def test_shared_prefixes() -> None:
+    workload = RandomIds(COMMON, 30, prefix_len=10, num_prefixes=2)
+    prompts = [ids_of(workload, index) for index in range(6)]
+    assert all(len(prompt) == 30 for prompt in prompts)
+    assert {tuple(prompt[:10]) for prompt in prompts[::2]} == {tuple(prompts[0][:10])}
+    assert {tuple(prompt[:10]) for prompt in prompts[1::2]} == {tuple(prompts[1][:10])}
+    assert prompts[0][:10] != prompts[1][:10]
+    assert len({tuple(prompt[10:]) for prompt in prompts}) == 6
+    assert ids_of(workload.others(1), 0)[:10] != prompts[0][:10]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("hidden", [1, 7, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_embeds_are_a_safetensors_file(rows: int, hidden: int, dtype: EmbedsDtype) -> None:
+    sent = body(RandomEmbeds(COMMON, rows, hidden, dtype).prepare(5))
+    assert sent["max_tokens"] == 9 and "prompt" not in sent
+    file = base64.b64decode(sent["prompt_embeds"], validate=True)
+    (tensor,) = safetensors.torch.load(file).values()
+    assert tensor.shape == (rows, hidden) and tensor.dtype == getattr(torch, dtype)
+    assert tensor.isfinite().all()
+    theirs = read_safetensors(memoryview(file), RowLimits(hidden, 64))
+    assert (theirs.num_rows, theirs.dtype) == (rows, dtype)
+
+
+def test_embeds_are_normally_distributed() -> None:
+    workload = RandomEmbeds(COMMON, 100, 256, "float32", std=0.5)
+    file = base64.b64decode(body(workload.prepare(0))["prompt_embeds"])
+    (values,) = safetensors.numpy.load(file).values()
+    assert values.mean() == pytest.approx(0, abs=0.02)
+    assert values.std() == pytest.approx(0.5, rel=0.02)
+
+
+def test_no_two_prompts_of_embeds_begin_alike() -> None:
+    """Else a prefix cache would know them."""
+    workload = RandomEmbeds(COMMON, 40, 16, "float32")
+    firsts = []
+    for index in range(8):
+        (rows,) = safetensors.numpy.load(base64.b64decode(body(workload.prepare(index))["prompt_embeds"])).values()
+        firsts.append(rows[0])
+    assert len(np.unique(np.stack(firsts), axis=0)) == 8
+
+
+def test_the_shared_part_is_not_copied() -> None:
+    workload = RandomEmbeds(COMMON, 40, 16)
+    assert workload.prepare(0).body[2] is workload.prepare(1).body[2]
+
+
+def test_text() -> None:
+    request = RandomText(COMMON, 25).prepare(0)
+    assert (request.kind, request.path) == ("text", COMPLETIONS)
+    assert len(body(request)["prompt"].split()) == 25
+    chat = RandomText(COMMON, 25, chat=True).prepare(0)
+    assert (chat.kind, chat.path) == ("messages", CHAT)
+    assert body(chat)["messages"] == [{"role": "user", "content": body(request)["prompt"]}]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_mix_has_its_shares(share: float) -> None:
+    workload = Mixed((RandomEmbeds(COMMON, 3, 4), RandomIds(COMMON, 3)), (share, 1 - share))
+    kinds = [workload.prepare(index).kind for index in range(1000)]
+    assert kinds.count("embeds") == pytest.approx(1000 * share, abs=50 if 0 < share < 1 else 0)
