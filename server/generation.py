@@ -106,7 +106,7 @@ class Inbox:
         self._event(started.choice).started = started
         self.metrics.queue_time.observe(started.queue_seconds)
         if started.choice == 0:
-            self.metrics.prompt_tokens += self.prompt_tokens
+            self.metrics.prompt_tokens.add(self.prompt_tokens)
             if self.context is not None:
                 self.context.prompt_tokens += self.prompt_tokens
                 self.context.cached_tokens += started.cached_tokens
