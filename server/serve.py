@@ -20,6 +20,7 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import uvloop
@@ -77,7 +78,7 @@ class _Server:
         self._listener = listener
         self._folder = folder
         cells = SharedCells(config.api_workers, Metrics.CELLS)
-        spec = WorkerSpec(config, folder.path, process=os.getpid(), metrics_fd=cells.fd)
+        spec = WorkerSpec(config, str(folder.path), process=os.getpid(), created=int(time.time()), metrics_fd=cells.fd)
         self._worker = Worker(spec, cells)
         self._pool = WorkerPool(spec, self._worker.engine)
         self._runner: RunnerProcess | None = None
@@ -109,7 +110,8 @@ class _Server:
             self._folder.remove()
 
     def _takers(self) -> list[Taker]:
-        return [self._worker, *self._pool.takers()]
+        """While any of them is loading, the first answers for all: or /readyz would say yes today and no tomorrow."""
+        return [self._worker, *(self._pool.takers() if self._worker.lifecycle.loaded else ())]
 
     async def _serve(self, runner: RunnerProcess) -> int:
         died = asyncio.create_task(runner.wait())

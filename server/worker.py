@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,7 +54,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """What a worker is told at its start."""
 
     config: ServerConfig
-    folder: Path
+    folder: str
     """Of the sockets between workers and runner."""
     number: int = 0
     """By which the runner knows it. A worker that takes another one's place has a number of its own."""
@@ -61,6 +62,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """In the memory for metrics."""
     process: int = 0
     """The first API process."""
+    created: int = 0
+    """When the server was started, seconds since 1970; what /v1/models says."""
     channel_fd: int = -1
     metrics_fd: int = -1
 
@@ -85,9 +88,10 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, cells: SharedCells) -> None:
         config = self._config = spec.config
+        self._created = spec.created
         self.engine = EngineClient(
             Metrics(config.model_names[0], cells, spec.row, spec.process),
-            spec.folder,
+            Path(spec.folder),
             spec.number,
             live_seconds=config.live_seconds,
             max_unaccepted_bytes=config.max_row_bytes // config.api_workers,
@@ -171,7 +175,7 @@ class Worker:
     def _services(self, model: ModelInfo) -> Services:
         """Called in a thread."""
         config = self._config
-        return Services.load(
+        services = Services.load(
             self.engine,
             model,
             served_model_names=config.model_names,
@@ -180,6 +184,7 @@ class Worker:
             enable_prompt_embeds=config.enable_prompt_embeds,
             trust_remote_code=config.trust_remote_code,
         )
+        return replace(services, created=self._created)
 
 
 # --- as a process of its own ------------------------------------------------------------------------------------------
