@@ -158,10 +158,10 @@ class Inbox:
         self.pending[event.choice] = None
         return event
 
-    async def wait(self) -> None:
-        """Until something has happened: an event, the acceptance or an error."""
+    def wait(self) -> asyncio.Future[None]:
+        """Done when something has happened: an event, the acceptance or an error."""
         self.waiter = self.loop.create_future()
-        await self.waiter
+        return self.waiter
 
     def _event(self, choice: int) -> ChoiceEvent:
         event = self.pending[choice]

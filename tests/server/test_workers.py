@@ -77,8 +77,6 @@ def test_connections_are_dealt_evenly_and_every_worker_tells_the_same(start_serv
         with server.client() as client:
             models.append(client.get("/v1/models").json())
     assert models[0] == models[1] == models[2]
-    server.signal(signal.SIGTERM)
-    assert server.exit_status() == 0
 
 
 def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
@@ -129,21 +127,7 @@ def test_a_second_signal_ends_every_worker_at_once(start_server: StartServer) ->
     assert_over(server, pids)
 
 
-def test_the_runner_s_death_is_told_by_every_worker(start_server: StartServer) -> None:
-    server = start_server(SLOW, api_workers=2).wait_ready()
-    pids, streams = children(server), open_streams(server, 2)
-    server.signal_runner(signal.SIGKILL)
-    for stream in streams:
-        *_, error, done = stream.rest()
-        assert json.loads(error)["error"]["code"] == "engine_failed"
-        assert done == "[DONE]"
-    assert server.exit_status() == 1
-    assert "the runner has stopped" in server.stderr
-    assert "API worker" not in server.stderr
-    assert_over(server, pids)
-
-
-def test_a_worker_that_dies_is_replaced_and_what_it_used_is_freed(start_server: StartServer) -> None:
+def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(start_server: StartServer) -> None:
     server = start_server(SLOW, api_workers=2).wait_ready()
     (pid,) = children(server)
     streams = open_streams(server, 2)
@@ -164,9 +148,17 @@ def test_a_worker_that_dies_is_replaced_and_what_it_used_is_freed(start_server: 
 
     eventually(takes_requests, 60)
     assert scrape(server)["intarsia:generation_tokens_total"] > before  # What the dead one had counted still counts.
-    assert scrape(server) == scrape(server)
-    server.signal(signal.SIGTERM)
-    assert server.exit_status() == 0
+    pids, streams = children(server), open_streams(server, 2)
+    said = server.stderr.count("API worker")
+    server.signal_runner(signal.SIGKILL)
+    for stream in streams:
+        *_, error, done = stream.rest()
+        assert json.loads(error)["error"]["code"] == "engine_failed"
+        assert done == "[DONE]"
+    assert server.exit_status() == 1
+    assert "the runner has stopped" in server.stderr
+    assert server.stderr.count("API worker") == said
+    assert_over(server, pids)
 
 
 def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -> None:
@@ -180,8 +172,10 @@ def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -
 
 
 def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> None:
-    server = start_server(api_workers=2).wait_ready()
-    pids = children(server)
+    server = start_server(api_workers=2)
+    (pid,) = eventually(lambda: children(server) if server.messages("start") else [])
+    eventually(lambda: b"server.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    pids = [pid]
     server.signal(signal.SIGKILL)
     server.exit_status()
     eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 10)
