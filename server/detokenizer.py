@@ -6,15 +6,14 @@ U+FFFD only when the next byte rules it out or generation ends (`flush`).
 
 from __future__ import annotations
 
-from encodings.utf_8 import IncrementalDecoder
 from collections.abc import Iterable, Sequence
+from encodings.utf_8 import IncrementalDecoder
 from typing import Protocol
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from server.vocabulary import Vocabulary
-
 
 _REPLACEMENT = "\ufffd"
 

@@ -34,6 +34,7 @@ from server.errors import ENGINE_STOPPED, EngineFailed
 from server.http_protocol import LimitedHttpProtocol
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
+from server.no_torch import keep_torch_out
 from server.services import Services
 from server.shared_cells import SharedCells
 
@@ -166,8 +167,10 @@ class Worker:
             connection.close()
 
     def _import_transformers(self) -> None:
-        """Called in a thread. Takes two seconds, in which the runner loads the model."""
+        """Called in a thread. Takes most of a second, in which the runner loads the model."""
         self.is_importing = True
+        if not self._config.trust_remote_code:  # A model's own tokenizer code may import what it likes.
+            keep_torch_out()
         from transformers import AutoTokenizer  # noqa: F401 - only the tokenizer is wanted of it
 
         self.is_importing = False
