@@ -31,7 +31,7 @@ class SharedCells:
 
     def totals(self) -> list[float]:
         """The sum of all rows."""
-        values = self._all.tolist()
+        values: list[float] = [*self._all]
         if self._rows == 1:
             return values
         return [sum(values[cell :: self._cells]) for cell in range(self._cells)]
