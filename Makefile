@@ -21,7 +21,8 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench gpu-bench gpu-bench-serve clean
+.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench bench-frontend gpu-bench \
+        gpu-bench-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -81,6 +82,9 @@ check: lint types test ## lint, types and test
 
 bench: $(STAMP) ## measure the server on this machine's CPU
 	$(PY) -m tests.bench.cpu $(ARGS)
+
+bench-frontend: $(STAMP) ## measure what the API side costs per token, with the engine scripted
+	$(PY) -m tests.bench.frontend $(ARGS)
 
 gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
 	$(PY) -m tests.gpu.bench_kernels $(ARGS)

@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +30,7 @@ from runner.messages import (
     Rejected,
     RejectReason,
     StepOutput,
+    WorkerGone,
     decode_to_runner,
     encode,
 )
@@ -47,11 +47,6 @@ _SEND_QUEUE = 100_000
 """Messages that may wait for a worker before it counts as gone."""
 
 
-@dataclass(frozen=True)
-class WorkerGone:
-    worker: int
-
-
 Command = Request | Abort | WorkerGone
 
 
@@ -63,6 +58,8 @@ class Endpoint:
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.bind(config.address)
         self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._gone: set[int] = set()
+        """Workers of which nothing is taken any more: what one has sent may come after the news of its death."""
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._engine: Engine | None = None
@@ -137,12 +134,15 @@ class Endpoint:
                 self._greet(message)
             elif isinstance(message, Abort):
                 self._inbox.put(message)
-            else:
+            elif isinstance(message, WorkerGone):
+                with self._lock:
+                    self._forget(message.worker)
+            elif message.worker not in self._gone:
                 self._admit(message, [frame.buffer for frame in frames[1:]])
 
     def _greet(self, hello: Hello) -> None:
         with self._lock:
-            if hello.worker not in self._out:
+            if hello.worker not in self._out and hello.worker not in self._gone:
                 socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
                 socket.connect(hello.address)
@@ -201,6 +201,12 @@ class Endpoint:
                 socket.send(data, zmq.NOBLOCK)
             except zmq.Again:
                 log.error("worker %d takes no messages: forgetting it", worker)
-                del self._out[worker]
-                socket.close(linger=0)
-                self._inbox.put(WorkerGone(worker))
+                self._forget(worker)
+
+    def _forget(self, worker: int) -> None:
+        """Free what a worker was using. The lock is held."""
+        socket = self._out.pop(worker, None)
+        if socket is not None:
+            socket.close(linger=0)
+        self._gone.add(worker)
+        self._inbox.put(WorkerGone(worker))

@@ -100,6 +100,12 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """-1: every choice."""
 
 
+class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Sent by another worker: this one has died. Everything of it is aborted, and nothing more is taken from it."""
+
+    worker: int
+
+
 # --- runner to worker ---------------------------------------------------------------------------------------------
 
 
@@ -233,7 +239,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     ends: list[End] = []
 
 
-ToRunner = Hello | Generate | Abort
+ToRunner = Hello | Generate | Abort | WorkerGone
 FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput
 
 encode = msgspec.msgpack.Encoder().encode

@@ -106,7 +106,9 @@ class _Body:
 
     async def send(self, message: Message) -> None:
         """The framework turns what is raised while it reads a body into errors of its own: they are dropped."""
-        if self.error is None or self.response_started:
+        if self.response_started:
+            await self._send(message)
+        elif self.error is None:
             self.response_started = True
             self.release()
             await self._send(message)

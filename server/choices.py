@@ -122,12 +122,14 @@ class Choice:
             self._waiting.append((TokenRecord(token, logprobs, self._decoded), self._decoded + len(text)))
         self._decoded += len(text)
         # A stop string, like a stop token, does not count before `min_tokens` tokens.
-        self._release(self._stops.push(text) if self.num_tokens >= self._options.min_tokens else text)
+        if self._options.stop and self.num_tokens >= self._options.min_tokens:
+            text = self._stops.push(text)
+        if text or self._waiting:
+            self._release(text)
 
     def _release(self, text: str) -> None:
-        if text:
-            self._unsent.append(text)
-            self._released += len(text)
+        self._unsent.append(text)
+        self._released += len(text)
         while self._waiting and self._waiting[0][1] <= self._released:
             self._ready.append(self._waiting.popleft()[0])
 

@@ -34,6 +34,8 @@ class ServerConfig:
     """Empty: everybody may use every route."""
     max_body_bytes: int | None = None
     """None: follows from the model, see `body_limit_for`."""
+    api_workers: int = 1
+    """Processes that answer HTTP."""
     shutdown_timeout: float = 30.0
     log_level: str = "info"
 

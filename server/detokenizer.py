@@ -6,8 +6,8 @@ U+FFFD only when the next byte rules it out or generation ends (`flush`).
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
+from encodings.utf_8 import IncrementalDecoder
 from typing import Protocol
 
 from tokenizers import Tokenizer as Backend
@@ -15,7 +15,6 @@ from tokenizers.decoders import DecodeStream
 
 from server.vocabulary import Vocabulary
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 
 
@@ -47,11 +46,14 @@ class ByteDetokenizer:
         self._vocabulary = vocabulary
         self._skip_special = skip_special
         self._strip = at_start and vocabulary.strips_first_space
-        self._utf8 = _UTF8(errors="replace")
+        self._utf8 = IncrementalDecoder("replace")
         for token_id in prompt_tail:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
+        text = self._vocabulary.text_of(token_id)
+        if text is not None and not self._utf8.buffer and not self._strip:
+            return text
         if self._vocabulary.is_special(token_id):
             # Whatever was incomplete before a special token stays so.
             return self.flush() + ("" if self._skip_special else self._vocabulary.bytes_of(token_id).decode())

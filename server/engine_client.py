@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -31,13 +31,13 @@ from runner.messages import (
     SamplingParams,
     Stats,
     StepOutput,
+    WorkerGone,
     decode_from_runner,
     encode,
 )
 from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
 from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.metrics import Metrics
-from server.private_dir import PrivateDir
 from server.prompt import PromptRows
 from server.request_context import current_request
 
@@ -54,9 +54,18 @@ _MESSAGES_PER_CALLBACK = 64
 
 
 class EngineClient:
-    """One runner, as one API process sees it."""
+    """One runner, as one API process sees it. `folder`: where their sockets are. `worker`: by which number the runner
+    knows this process; no two ever have the same."""
 
-    def __init__(self, metrics: Metrics, *, live_seconds: float = 60.0, max_unaccepted_bytes: int = 1 << 32) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        folder: Path,
+        worker: int = 0,
+        *,
+        live_seconds: float = 60.0,
+        max_unaccepted_bytes: int = 1 << 32,
+    ) -> None:
         self.metrics = metrics
         self.model: ModelInfo | None = None
         """Set once the runner is ready."""
@@ -70,13 +79,13 @@ class EngineClient:
         self._live_seconds = live_seconds
         self._max_unaccepted_bytes = max_unaccepted_bytes
         self._unaccepted_bytes = 0
-        self._dir = PrivateDir()
-        self.runner_address = self._dir.address("runner")
-        self._worker = secrets.randbits(31)
+        self.runner_address = f"ipc://{folder / 'runner'}"
+        self._address = f"ipc://{folder / f'worker{worker}'}"
+        self._worker = worker
         self._requests: dict[int, Inbox] = {}
         self._ids = itertools.count(1)
         self._unsent: list[bytes] = []
-        """Aborts that found the socket full: the only messages that must not be lost."""
+        """Aborts and the like that found the socket full: the messages that must not be lost."""
         self._answered = False
         self._ready = asyncio.Event()
         self._failed = asyncio.Event()
@@ -99,9 +108,8 @@ class EngineClient:
     def start(self) -> None:
         """Begin to greet the runner, which may not be there yet."""
         self._loop = asyncio.get_running_loop()
-        address = self._dir.address("worker")
         self._from_runner.setsockopt(zmq.RCVHWM, 0)
-        self._from_runner.bind(address)
+        self._from_runner.bind(self._address)
         # No queue before there is a connection: a request must not wait in it for a runner that never comes.
         self._to_runner.setsockopt(zmq.IMMEDIATE, 1)
         self._to_runner.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
@@ -109,10 +117,10 @@ class EngineClient:
         self._to_runner.setsockopt(zmq.LINGER, 0)
         self._to_runner.connect(self.runner_address)
         self._loop.add_reader(self._from_runner.FD, self._on_readable)
-        self._ticker = self._loop.create_task(self._tick(address))
+        self._ticker = self._loop.create_task(self._tick())
 
     async def close(self) -> None:
-        """Fail what is open and let go of the sockets and their folder. The runner must be gone."""
+        """Fail what is open and let go of the sockets."""
         self.fail("The server is shutting down.")
         if self._ticker is not None:
             self._ticker.cancel()
@@ -120,11 +128,6 @@ class EngineClient:
         if self._loop is not None and not self._from_runner.closed:
             self._loop.remove_reader(self._from_runner.FD)
         self._context.destroy(linger=0)
-        self._dir.remove()
-
-    def remove_folder(self) -> None:
-        """For an exit that cannot wait for `close`."""
-        self._dir.remove()
 
     async def wait_ready(self) -> ModelInfo:
         """The model, once it is loaded. Raises APIError when the runner fails instead."""
@@ -175,15 +178,17 @@ class EngineClient:
 
     def abort(self, inbox: Inbox, choice: int) -> None:
         """For the streams: tell the runner."""
-        frame = encode(Abort(self._worker, inbox.request, choice))
-        if self.failure is None and (self._unsent or not self._send(frame)):
-            self._unsent.append(frame)
+        self._send_surely(encode(Abort(self._worker, inbox.request, choice)))
+
+    def worker_gone(self, worker: int) -> None:
+        """Tell the runner that another API process has died, so that it frees what that one was using."""
+        self._send_surely(encode(WorkerGone(worker)))
 
     def forget(self, inbox: Inbox) -> None:
         """For the streams: the request is over. Counted here and nowhere else."""
         if self._requests.pop(inbox.request, None) is None:
             return
-        self.metrics.finished[inbox.reason] += 1
+        self.metrics.finished[inbox.reason].add()
         self.metrics.e2e_latency.observe(time.monotonic() - inbox.created)
         if inbox.context is not None:
             inbox.context.finish_reasons.append(inbox.reason)
@@ -221,10 +226,15 @@ class EngineClient:
             return False
         return True
 
-    async def _tick(self, address: str) -> None:
+    def _send_surely(self, frame: bytes) -> None:
+        """Now, or as soon as the runner takes messages again."""
+        if self.failure is None and (self._unsent or not self._send(frame)):
+            self._unsent.append(frame)
+
+    async def _tick(self) -> None:
         """Greet the runner until it answers; then send what could not be sent and notice a silent runner."""
         while not self._answered:
-            self._send(encode(Hello(self._worker, address)))
+            self._send(encode(Hello(self._worker, self._address)))
             await asyncio.sleep(_HELLO_SECONDS)
         while True:
             due = time.monotonic() + 2 * _TICK_SECONDS
@@ -308,7 +318,7 @@ class EngineClient:
             inbox = requests.get(request)
             if inbox is not None and not inbox.ended[choice]:
                 inbox.add_token(choice, token, entry, now)
-        self.metrics.generation_tokens += len(step.tokens)
+        self.metrics.generation_tokens.add(len(step.tokens))
         for end in step.ends:
             if (inbox := requests.get(end.request)) is not None:
                 inbox.add_end(end)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -22,14 +22,14 @@ from server.request_context import RequestContext
 
 @dataclass(slots=True)
 class ChoiceEvent:
-    """Everything new of one choice since its last event."""
+    """Everything new of one choice since its last event. Made once per token: what is rare has no list yet."""
 
     choice: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | tuple[()] = ()
     """Parallel to `tokens` if the request asked for logprobs, else empty."""
     started: Started | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] | tuple[()] = ()
     """In order of position. They belong to the whole request and come with choice 0."""
     end: End | None = None
     """Set on the choice's last event."""
@@ -48,6 +48,7 @@ class Inbox:
         "ended",
         "error",
         "last_tokens",
+        "loop",
         "metrics",
         "open",
         "pending",
@@ -78,7 +79,9 @@ class Inbox:
         """The event of `ready` that belongs to a choice."""
         self.last_tokens = [0.0] * n
         """When each choice's last token arrived; 0 before its first."""
+        self.loop = asyncio.get_running_loop()
         self.waiter: asyncio.Future[None] | None = None
+        """What the reader waits for; done when there is something for it."""
 
     # --- called by the engine client, once per item of a step -----------------------------------------------------
 
@@ -91,7 +94,10 @@ class Inbox:
         event = self.pending[choice] or self._event(choice)
         event.tokens.append(token)
         if logprobs is not None:
-            event.logprobs.append(logprobs)
+            if isinstance(event.logprobs, list):
+                event.logprobs.append(logprobs)
+            else:
+                event.logprobs = [logprobs]
         last, self.last_tokens[choice] = self.last_tokens[choice], now
         if last:
             self.metrics.inter_token_latency.observe(now - last)
@@ -106,13 +112,17 @@ class Inbox:
         self._event(started.choice).started = started
         self.metrics.queue_time.observe(started.queue_seconds)
         if started.choice == 0:
-            self.metrics.prompt_tokens += self.prompt_tokens
+            self.metrics.prompt_tokens.add(self.prompt_tokens)
             if self.context is not None:
                 self.context.prompt_tokens += self.prompt_tokens
                 self.context.cached_tokens += started.cached_tokens
 
     def add_prompt_logprobs(self, entries: PromptLogprobs) -> None:
-        self._event(0).prompt_logprobs.append(entries)
+        event = self._event(0)
+        if isinstance(event.prompt_logprobs, list):
+            event.prompt_logprobs.append(entries)
+        else:
+            event.prompt_logprobs = [entries]
 
     def add_end(self, end: End) -> None:
         if not self.ended[end.choice]:
@@ -148,18 +158,15 @@ class Inbox:
         self.pending[event.choice] = None
         return event
 
-    async def wait(self) -> None:
-        """Until something has happened: an event, the acceptance or an error."""
-        self.waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
+    def wait(self) -> asyncio.Future[None]:
+        """Done when something has happened: an event, the acceptance or an error."""
+        self.waiter = self.loop.create_future()
+        return self.waiter
 
     def _event(self, choice: int) -> ChoiceEvent:
         event = self.pending[choice]
         if event is None:
-            event = self.pending[choice] = ChoiceEvent(choice)
+            event = self.pending[choice] = ChoiceEvent(choice, [])
             self.ready.append(event)
             self.accepted = True  # Output may overtake the `Accepted` message.
             self._wake()

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -22,6 +21,7 @@ from server.event_stream import EventStream, event
 from server.schemas import StreamOptions
 
 Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
 
 _INLINE_RECORDS = 512
 """Tokens with log-probabilities that are formatted in place: a few milliseconds."""
@@ -117,25 +117,30 @@ def streamed_response(answer: Answer, form: Format, envelope: Envelope, options:
 
 
 async def _events(answer: Answer, form: Format, envelope: Envelope, options: StreamOptions) -> AsyncGenerator[bytes]:
+    """What all chunks have in common is encoded once: there is a chunk for every token."""
+    head = b"data: " + _encode(envelope.body(form.chunk_object, [])).removesuffix(b"]}")
     running_usage = options.include_usage and options.continuous_usage_stats
+    tail = b',"usage":null}\n\n' if options.include_usage and not running_usage else b"}\n\n"
     extras = form.extras()
 
     def encode(delta: Delta) -> bytes:
         nonlocal extras
-        chunks = []
+        parts = []
         for choice in form.chunk_choices(delta):
-            body = envelope.body(form.chunk_object, [choice]) | extras
-            extras = {}
-            if running_usage:
-                body["usage"] = answer.usage.body()
-            elif options.include_usage:
-                body["usage"] = None
-            chunks.append(event(body))
-        return b"".join(chunks)
+            parts += (head, _encode(choice), b"]")
+            more = extras | {"usage": answer.usage.body()} if running_usage else extras
+            if more:
+                parts += (b",", _encode(more)[1:-1])
+                extras = {}
+            parts.append(tail)
+        return b"".join(parts)
 
     async with aclosing(answer.deltas()) as deltas:
         async for delta in deltas:
-            yield await _run(partial(encode, delta), len(delta.tokens) + len(delta.prompt))
+            if len(delta.tokens) + len(delta.prompt) <= _INLINE_RECORDS:
+                yield encode(delta)
+            else:
+                yield await asyncio.to_thread(encode, delta)
     if options.include_usage:
         yield event(envelope.body(form.chunk_object, []) | {"usage": answer.usage.body()})
 

@@ -80,6 +80,13 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help="largest request body (default: a full context of float32 embeddings in base64)",
     )
     add(
+        "--api-workers",
+        type=_integer(1, 64),
+        default=_DEFAULTS.api_workers,
+        metavar="N",
+        help=_with_default("processes that answer HTTP; more than one for many streams of a fast model", 1),
+    )
+    add(
         "--shutdown-timeout",
         type=_seconds,
         default=_DEFAULTS.shutdown_timeout,

@@ -44,6 +44,7 @@ from runner.messages import (
     Stats,
     StepOutput,
     TokenLogprobs,
+    WorkerGone,
     decode_to_runner,
     encode,
 )
@@ -87,9 +88,9 @@ class ScriptedRunner:
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.inbox.bind(config.address)
-        self.worker: zmq.Socket[bytes] | None = None
+        self.workers: dict[int, zmq.Socket[bytes]] = {}
         self.choices: list[Choice] = []
-        self.waiting: list[Started] = []
+        self.waiting: dict[int, list[Started]] = {}
         self.hanging = False
         self.failing = False
         self.steps = 0
@@ -98,9 +99,11 @@ class ScriptedRunner:
     def write(self, kind: str, **values: Any) -> None:
         self.log.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def send(self, message: FromRunner) -> None:
-        if self.worker is not None:
-            self.worker.send(encode(message))
+    def send(self, message: FromRunner, worker: int | None = None) -> None:
+        """To all workers where none is named."""
+        for number, socket in self.workers.items():
+            if worker in (None, number):
+                socket.send(encode(message))
 
     def run(self) -> int:
         loaded_at = time.monotonic() + self.script.load_seconds
@@ -116,7 +119,7 @@ class ScriptedRunner:
                 time.sleep(0.1)
                 return 1
             if not ready:
-                if self.worker is None or now < loaded_at:
+                if not self.workers or now < loaded_at:
                     continue
                 if self.script.fail_loading:
                     self.send(Failed(self.script.fail_loading))
@@ -137,37 +140,47 @@ class ScriptedRunner:
     def on_message(self, frames: list[bytes], ready: bool) -> None:
         message = decode_to_runner(frames[0])
         if isinstance(message, Hello):
-            if self.worker is None:
-                self.worker = self.context.socket(zmq.PUSH)
-                self.worker.connect(message.address)
-            self.send(Ready(self.model_info()) if ready else Loading("scripted"))
+            if message.worker not in self.workers:
+                self.workers[message.worker] = self.context.socket(zmq.PUSH)
+                self.workers[message.worker].connect(message.address)
+            self.send(Ready(self.model_info()) if ready else Loading("scripted"), message.worker)
         elif isinstance(message, Generate):
-            self.write("generate", request=message.request, n=message.n, frames=[len(frame) for frame in frames[1:]])
+            sizes = [len(frame) for frame in frames[1:]]
+            self.write("generate", worker=message.worker, request=message.request, n=message.n, frames=sizes)
             self.on_generate(message, np.frombuffer(frames[1], dtype=np.int32))
         elif isinstance(message, Abort):
             self.write("abort", request=message.request, choice=message.choice, running=len(self.choices))
             self.choices = [
                 each
                 for each in self.choices
-                if each.request != message.request or message.choice not in (-1, each.choice)
+                if (each.generate.worker, each.request) != (message.worker, message.request)
+                or message.choice not in (-1, each.choice)
             ]
+        elif isinstance(message, WorkerGone):
+            running = [each for each in self.choices if each.generate.worker == message.worker]
+            self.write("gone", worker=message.worker, running=len(running))
+            self.choices = [each for each in self.choices if each not in running]
+            self.workers.pop(message.worker).close(linger=0)
 
     def on_generate(self, message: Generate, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         if (reason := REJECTED.get(int(token_ids[0]))) is not None:
-            self.send(Rejected(message.request, reason, "The script says no."))
+            self.send(Rejected(message.request, reason, "The script says no."), message.worker)
             return
-        self.send(Accepted(message.request))
+        self.send(Accepted(message.request), message.worker)
         ids = [1 if token == EMBEDDING_ID else int(token) for token in token_ids]
         for choice in range(message.n):
             self.choices.append(Choice(message.request, choice, ids, message))
-            self.waiting.append(Started(message.request, choice, 0, 0.001))
+            self.waiting.setdefault(message.worker, []).append(Started(message.request, choice, 0, 0.001))
 
     def step(self) -> None:
         self.steps += 1
-        output = StepOutput([], [], [], started=self.waiting)
-        self.waiting = []
+        for worker in {each.generate.worker for each in self.choices}:
+            self.send(self.output(worker), worker)
+
+    def output(self, worker: int) -> StepOutput:
+        output = StepOutput([], [], [], started=self.waiting.pop(worker, []))
         logprobs: list[TokenLogprobs | None] = []
-        for each in list(self.choices):
+        for each in [each for each in self.choices if each.generate.worker == worker]:
             sampling = each.generate.sampling
             if each.done == 0 and each.choice == 0 and sampling.prompt_logprobs is not None:
                 entries = tuple(_logprobs(token, sampling.prompt_logprobs) for token in each.ids[1:])
@@ -188,7 +201,7 @@ class ScriptedRunner:
                 self.choices.remove(each)
         if any(logprobs):
             output.logprobs.extend(logprobs)
-        self.send(output)
+        return output
 
     def model_info(self) -> ModelInfo:
         config = json.loads((Path(self.script.model) / "config.json").read_text())

@@ -41,6 +41,7 @@ from server.engine_client import EngineClient
 from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
 from server.generation import ChoiceEvent, GenerationStream
 from server.metrics import Metrics
+from server.private_dir import PrivateDir
 from server.prompt import PromptRows
 from server.request_context import RequestContext, current_request
 
@@ -104,7 +105,8 @@ def play(
     """Run `scenario` between a client and the runner that it plays."""
 
     async def main() -> EngineClient:
-        engine = EngineClient(Metrics("m"), **options)
+        folder = PrivateDir()
+        engine = EngineClient(Metrics("m"), folder.path, **options)
         runner = Runner(engine)
         engine.start()
         try:
@@ -116,6 +118,7 @@ def play(
         finally:
             runner.context.destroy(linger=0)
             await engine.close()
+            folder.remove()
         return engine
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
@@ -262,8 +265,8 @@ def test_a_rejection(reason: Any, error: type[APIError]) -> None:
         with pytest.raises(error, match="because"):
             await task
         assert engine.num_requests == 0
-        assert engine.metrics.rejected == {reason: 1}
-        assert sum(engine.metrics.finished.values()) == 0
+        assert engine.metrics.rejected.values() == {reason: 1}
+        assert sum(engine.metrics.finished.values().values()) == 0
         assert await runner.idle()
 
     play(scenario)
@@ -305,7 +308,7 @@ def test_abort_of_one_choice() -> None:
         runner.step([request, request], [1, 2], [0, 1], ends=[End(request, 1, "length")])
         assert [event async for event in stream] == [ChoiceEvent(1, [2], end=End(request, 1, "length"))]
         assert engine.num_requests == 0
-        assert engine.metrics.finished["length"] == 1
+        assert engine.metrics.finished["length"].value == 1
         stream.abort(0)
         assert await runner.idle()
 
@@ -317,7 +320,7 @@ def test_abort_of_the_last_choice_counts_as_a_stop() -> None:
         stream, request = await submit(engine, runner)
         stream.abort(0)
         assert await next_abort(runner) == (request, -1)
-        assert engine.metrics.finished == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+        assert engine.metrics.finished.values() == {"stop": 1}
         assert [event async for event in stream] == []
 
     play(scenario)
@@ -332,7 +335,7 @@ def test_closing_aborts_once() -> None:
         assert await next_abort(runner) == (request, -1)
         assert await runner.idle()
         assert engine.num_requests == 0
-        assert engine.metrics.finished["abort"] == 1
+        assert engine.metrics.finished["abort"].value == 1
 
     play(scenario)
 
@@ -386,7 +389,7 @@ def test_the_runner_fails() -> None:
             with pytest.raises(EngineFailed):
                 await broken
         assert engine.num_requests == 0
-        assert engine.metrics.finished["error"] == 3
+        assert engine.metrics.finished["error"].value == 3
         await stream.aclose()
 
     play(scenario)
@@ -496,7 +499,7 @@ def test_nothing_is_left_of_ten_thousand_requests() -> None:
         assert engine._requests == {}
         assert engine._unsent == []
         assert engine._unaccepted_bytes == 0
-        assert sum(engine.metrics.finished.values()) == 10_000
+        assert sum(engine.metrics.finished.values().values()) == 10_000
 
     play(scenario)
 

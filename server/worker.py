@@ -1,0 +1,285 @@
+"""One API process's share of the server: its application, its engine client, and the connections that it is given.
+
+The `serve` command has one in its own process; for every further API process it starts `python -m server.worker`, whose
+description comes on standard input and whose connections and orders come over a `Channel`. Whatever workers have to
+agree on (admission, aborts, memory for embeddings) is the runner's business. They share memory for their metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import uvicorn
+import uvloop
+
+from runner.messages import ModelInfo
+from server.app import create_app
+from server.channel import Channel
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.errors import ENGINE_STOPPED, EngineFailed
+from server.http_protocol import LimitedHttpProtocol
+from server.lifecycle import Lifecycle
+from server.metrics import Metrics
+from server.no_torch import keep_torch_out
+from server.services import Services
+from server.shared_cells import SharedCells
+
+logger = logging.getLogger("intarsia")
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 3
+
+SHUTTING_DOWN = "The server is shutting down."
+FLUSH_SECONDS = 2.0
+"""After their engine requests have failed, handlers get so long to send their error events."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What a worker is told at its start."""
+
+    config: ServerConfig
+    folder: str
+    """Of the sockets between workers and runner."""
+    number: int = 0
+    """By which the runner knows it. A worker that takes another one's place has a number of its own."""
+    row: int = 0
+    """In the memory for metrics."""
+    process: int = 0
+    """The first API process."""
+    created: int = 0
+    """When the server was started, seconds since 1970; what /v1/models says."""
+    channel_fd: int = -1
+    metrics_fd: int = -1
+
+    def metrics_cells(self) -> SharedCells:
+        return SharedCells(self.config.api_workers, Metrics.CELLS, self.metrics_fd)
+
+
+class UnusableModel(Exception):
+    """The model's files can't be used with this configuration. The message is for the operator."""
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: they would close the listener at the first SIGTERM."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class Worker:
+    """`start`, `load`, connections through `take`; then `give_up` if need be, `stop` and `close`."""
+
+    def __init__(self, spec: WorkerSpec, cells: SharedCells) -> None:
+        config = self._config = spec.config
+        self._created = spec.created
+        self.engine = EngineClient(
+            Metrics(config.model_names[0], cells, spec.row, spec.process),
+            Path(spec.folder),
+            spec.number,
+            live_seconds=config.live_seconds,
+            max_unaccepted_bytes=config.max_row_bytes // config.api_workers,
+        )
+        self.lifecycle = Lifecycle(self.engine, ready_seconds=config.ready_seconds, live_seconds=config.live_seconds)
+        self.is_importing = False
+        """Whether the thread that imports the tokenizer's library is at it."""
+        self._app = create_app(config, self.engine, self.lifecycle)
+        self._http = _Http(
+            uvicorn.Config(
+                self._app,
+                http=LimitedHttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(FLUSH_SECONDS),
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self.engine.start()
+        self._serving = asyncio.create_task(self._http.serve([]))
+
+    async def load(self) -> None:
+        """Wait for the model, then give the routes what they work with. Raises UnusableModel, and EngineFailed when the
+        runner can't load the model."""
+        importing = asyncio.create_task(asyncio.to_thread(self._import_transformers))
+        model = await self.engine.wait_ready()
+        try:
+            await importing
+            self._app.state.services = await asyncio.to_thread(self._services, model)
+        except Exception as error:  # Whatever a model's files make the libraries raise: it is about those files.
+            logger.debug("traceback", exc_info=error)
+            raise UnusableModel(str(error)) from error
+        # What is there now stays: the collector need not walk through it again while it holds up every stream.
+        gc.collect()
+        gc.freeze()
+
+    def take(self, connection: socket.socket) -> bool:
+        """Serve `connection`. Always possible."""
+        task = asyncio.create_task(self._connect(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return True
+
+    async def give_up(self, message: str) -> None:
+        """End every request with an error, and wait until their clients have been told, if that is soon."""
+        self.engine.fail(message)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self.lifecycle.idle()
+
+    async def stop(self) -> None:
+        """Close the connections."""
+        self._http.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
+    async def _connect(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop), connection
+            )
+        except OSError:  # The client has left again.
+            connection.close()
+
+    def _import_transformers(self) -> None:
+        """Called in a thread. Takes most of a second, in which the runner loads the model."""
+        self.is_importing = True
+        if not self._config.trust_remote_code:  # A model's own tokenizer code may import what it likes.
+            keep_torch_out()
+        from transformers import AutoTokenizer  # noqa: F401 - only the tokenizer is wanted of it
+
+        self.is_importing = False
+
+    def _services(self, model: ModelInfo) -> Services:
+        """Called in a thread."""
+        config = self._config
+        services = Services.load(
+            self.engine,
+            model,
+            served_model_names=config.model_names,
+            chat_template=config.chat_template,
+            generation_config=config.generation_config,
+            enable_prompt_embeds=config.enable_prompt_embeds,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return replace(services, created=self._created)
+
+
+# --- as a process of its own ------------------------------------------------------------------------------------------
+
+
+class _Further:
+    """A worker beside the first. It lives as long as its channel is open, and does what it is told there."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._worker = Worker(spec, spec.metrics_cells())
+        self._channel = Channel(socket.socket(fileno=spec.channel_fd))
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """What open requests are told, when it is time to go."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        worker = self._worker
+        self._channel.listen(self._on_word, lambda: self._leave(SHUTTING_DOWN))
+        worker.start()
+        loading = asyncio.create_task(worker.load())
+        status = EXIT_OK
+        try:
+            await asyncio.wait({loading, self._end}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                worker.lifecycle.loaded = True
+                self._channel.tell("loaded")
+        except UnusableModel:
+            status = EXIT_CONFIGURATION  # The first worker finds the same, and says it.
+        except EngineFailed:
+            pass  # The order to leave is on its way.
+        if status == EXIT_OK:
+            await worker.give_up(await self._end)
+        await worker.stop()
+        return status
+
+    def _on_word(self, word: str, connection: socket.socket | None) -> None:
+        if word == "take" and connection is not None:
+            connection.setblocking(False)
+            self._worker.take(connection)
+        elif word == "drain":
+            self._worker.lifecycle.draining = True
+            self._tasks.append(asyncio.create_task(self._tell_when_idle()))
+        elif word == "failed":
+            self._leave(ENGINE_STOPPED)
+
+    async def _tell_when_idle(self) -> None:
+        await self._worker.lifecycle.idle()
+        self._channel.tell("idle")
+
+    def _leave(self, message: str) -> None:
+        if not self._end.done():
+            self._end.set_result(message)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without waiting for its threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def configure_process(log_level: str) -> None:
+    """`log_level` is for what we log; libraries are only heard when something is wrong, or everything is wanted."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.DEBUG if log_level == "debug" else logging.WARNING)
+    for ours in ("intarsia", "server"):
+        logging.getLogger(ours).setLevel(log_level.upper())
+    _raise_file_limit()
+
+
+def _raise_file_limit() -> None:
+    """Each client takes a file descriptor, and 1,024, a common default, are soon used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main() -> NoReturn:
+    # Stopping is the first process's business: it drains.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
+    configure_process(spec.config.log_level)
+
+    async def run() -> int:
+        return await _Further(spec).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        leave(loop.run(run()))
+
+
+if __name__ == "__main__":
+    main()

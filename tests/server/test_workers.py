@@ -1,0 +1,181 @@
+"""Several API processes behind one port: connections, metrics, drain, and every way to die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import StartServer
+from tests.server.harness import ServerProcess, Stream, eventually, is_alive
+
+LONG = 400
+SLOW = {"step_seconds": 0.005}
+
+
+def children(server: ServerProcess) -> list[int]:
+    """The API processes beside the first."""
+    main = server.process.pid
+    pids = map(int, Path(f"/proc/{main}/task/{main}/children").read_text().split())
+    return [pid for pid in pids if pid != server.runner_pid]
+
+
+def workers_of(server: ServerProcess) -> Counter[int]:
+    """How many requests came to the runner through each worker."""
+    return Counter(event["worker"] for event in server.messages("generate"))
+
+
+def open_streams(server: ServerProcess, count: int) -> list[Stream]:
+    streams = [server.open_stream(LONG) for _ in range(count)]
+    for stream in streams:
+        next(stream.events)
+    return streams
+
+
+def scrape(server: ServerProcess) -> dict[str, float]:
+    """Over a new connection, so that it comes to the next worker. The runner's gauges are left out: they move."""
+    with server.client() as client:
+        text = client.get("/metrics").text
+    return {
+        sample.name + "".join(value for key, value in sample.labels.items() if key != "model_name"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("intarsia:") and "steps" not in sample.name
+    }
+
+
+def assert_over(server: ServerProcess, pids: list[int]) -> None:
+    eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 5)
+    assert server.leftovers() == []
+
+
+def test_connections_are_dealt_evenly_and_every_worker_tells_the_same(start_server: StartServer) -> None:
+    server = start_server(api_workers=3).wait_ready()
+    assert len(children(server)) == 2
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: server.open_stream(5).rest(), range(24)))
+    assert all(answer[-1] == "[DONE]" for answer in answers)
+    counts = workers_of(server)
+    # Probes are connections too, and shift the turns: but no worker gets much more than another.
+    assert len(counts) == 3
+    assert max(counts.values()) - min(counts.values()) <= 2
+    assert {server.status(path) for path in ("/livez", "/readyz", "/v1/models") for _ in range(3)} == {200}
+    eventually(lambda: scrape(server)["intarsia:request_success_totallength"] == 24)
+    first, *others = [scrape(server) for _ in range(3)]
+    assert others == [first, first]
+    assert first["intarsia:generation_tokens_total"] == 24 * 5
+    assert first["intarsia:inter_token_latency_seconds_count"] == 24 * 4
+    assert first["intarsia:http_responses_total200"] >= 24
+    models = []
+    for _ in range(3):
+        with server.client() as client:
+            models.append(client.get("/v1/models").json())
+    assert models[0] == models[1] == models[2]
+
+
+def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
+    server = start_server(SLOW, api_workers=2).wait_ready()
+    pids = children(server)
+    with ExitStack() as stack:
+        idle = [stack.enter_context(server.client()) for _ in range(2)]
+        for client in idle:
+            client.get("/readyz")
+        streams = open_streams(server, 2)
+        assert len(workers_of(server)) == 2
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)  # As systemd does, which signals them all: the first one's business.
+        server.signal(signal.SIGTERM)
+        eventually(lambda: [server.status("/readyz") for _ in range(2)] == [503, 503])
+        assert [client.get("/readyz").status_code for client in idle] == [503, 503]
+        assert [server.complete(1).status_code for _ in range(2)] == [503, 503]
+        for stream in streams:
+            events = stream.rest()
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.exit_status() == 0
+    assert server.messages("abort") == []
+    assert_over(server, pids)
+
+
+def test_what_outlasts_the_shutdown_timeout_gets_an_error_from_each_worker(start_server: StartServer) -> None:
+    server = start_server(SLOW, api_workers=2, shutdown_timeout=0.3).wait_ready()
+    pids, streams = children(server), open_streams(server, 2)
+    server.signal(signal.SIGTERM)
+    for stream in streams:
+        *_, error, done = stream.rest()
+        assert json.loads(error)["error"]["code"] == "engine_failed"
+        assert done == "[DONE]"
+    assert server.exit_status() == 0
+    assert_over(server, pids)
+
+
+def test_a_second_signal_ends_every_worker_at_once(start_server: StartServer) -> None:
+    server = start_server({"step_seconds": 0.05, "linger": True}, api_workers=2).wait_ready()
+    pids, streams = children(server), open_streams(server, 2)
+    server.signal(signal.SIGTERM)
+    eventually(lambda: server.status("/readyz") == 503)
+    server.signal(signal.SIGTERM)
+    assert server.exit_status(2) != 0
+    for stream in streams:
+        stream.close()
+    assert_over(server, pids)
+
+
+def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(start_server: StartServer) -> None:
+    server = start_server(SLOW, api_workers=2).wait_ready()
+    (pid,) = children(server)
+    streams = open_streams(server, 2)
+    before = scrape(server)["intarsia:generation_tokens_total"]
+    os.kill(pid, signal.SIGKILL)
+    gone = eventually(lambda: server.messages("gone"))
+    assert [(event["worker"], event["running"]) for event in gone] == [(1, 1)]
+    endings = sorted(stream.rest()[-1] == "[DONE]" for stream in streams)
+    assert endings == [False, True]  # One is cut off; the first worker's is none the worse.
+    (other,) = eventually(lambda: children(server))
+    assert other != pid
+    assert f"API worker 1 has died (signal {signal.SIGKILL})" in server.stderr
+    assert server.status("/readyz") == 200
+
+    def takes_requests() -> bool:
+        assert server.complete(1).status_code == 200
+        return 2 in workers_of(server)
+
+    eventually(takes_requests, 60)
+    assert scrape(server)["intarsia:generation_tokens_total"] > before  # What the dead one had counted still counts.
+    pids, streams = children(server), open_streams(server, 2)
+    said = server.stderr.count("API worker")
+    server.signal_runner(signal.SIGKILL)
+    for stream in streams:
+        *_, error, done = stream.rest()
+        assert json.loads(error)["error"]["code"] == "engine_failed"
+        assert done == "[DONE]"
+    assert server.exit_status() == 1
+    assert "the runner has stopped" in server.stderr
+    assert server.stderr.count("API worker") == said
+    assert_over(server, pids)
+
+
+def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -> None:
+    server = start_server({"load_seconds": 60}, api_workers=2)
+    eventually(lambda: server.status("/livez") == 200)
+    (pid,) = eventually(lambda: children(server) if server.runner_pid else [])
+    os.kill(pid, signal.SIGKILL)
+    assert server.exit_status() == 1
+    assert "API worker 1 cannot be kept running" in server.stderr
+    assert_over(server, [pid])
+
+
+def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> None:
+    server = start_server(api_workers=2)
+    (pid,) = eventually(lambda: children(server) if server.messages("start") else [])
+    eventually(lambda: b"server.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    pids = [pid]
+    server.signal(signal.SIGKILL)
+    server.exit_status()
+    eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 10)
