@@ -9,52 +9,52 @@ the limit.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+import msgspec
 import numpy as np
 
 from runner.config import RunnerConfig
+from runner.default_model import DefaultModelError
 from runner.engine import Engine
 from runner.kv_cache import bytes_per_block
+from runner.limits import BadConfiguration
 from runner.messages import Generate, SamplingParams, StepOutput
+from runner.model import UnsupportedModel
 from runner.sequence import Request
 
-DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PREFILL_ROWS = (128, 512, 2048, 8192)
 STEPS = 30
 _SETTLING_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What a device can do at best. The defaults are what one H200 was measured to do in bfloat16."""
+class Options:
+    context: int
+    """Rows of each sequence before its first timed decode."""
+    decode_batches: list[int]
+    prefill_rows: list[int]
+    bytes_per_second: float
+    """What the device can do at best; 0 leaves the floors out."""
+    flop_per_second: float
 
-    bytes_per_second: float = 4.3e12
-    flop_per_second: float = 790e12
 
-
-def bench_step(config: RunnerConfig, out: TextIO, *, context: int = 512, peak: Peak | None = None,
-               decode_batches: Sequence[int] = DECODE_BATCHES,
-               prefill_rows: Sequence[int] = PREFILL_ROWS) -> None:  # fmt: skip
-    """Prints the table.
-
-    Args:
-        context: rows of each sequence before its first timed decode.
-        peak: None leaves the floors out.
+def bench_step(config: RunnerConfig, options: Options, out: TextIO) -> None:
+    """Prints the table; leaves out what the engine is too small for.
 
     Raises:
         UnsupportedModel, BadConfiguration, DefaultModelError: fit for the operator.
     """
     engine = Engine.load(replace(config, enable_prefix_caching=False), _drop)
-    bench = _Bench(engine, peak)
-    print(f"{'':<16}{'step ms':>9}{'host ms':>9}" + (f"{'floor ms':>10}{'floor/step':>12}" if peak else ""), file=out)
-    for batch in decode_batches:
+    bench, context = _Bench(engine, options), options.context
+    floors = f"{'floor ms':>10}{'floor/step':>12}" if options.bytes_per_second else ""
+    print(f"{'':<16}{'step ms':>9}{'host ms':>9}{floors}", file=out)
+    for batch in options.decode_batches:
         if batch <= engine.limits.max_num_seqs and batch * bench.blocks(context + 2 * STEPS) < engine.info.num_blocks:
             bench.report(f"decode {batch}", bench.decode(batch, context), bench.floor(batch, batch, context), out)
-    for rows in prefill_rows:
+    for rows in options.prefill_rows:
         if rows <= min(engine.limits.max_num_batched_tokens, engine.limits.max_model_len - 1):
             bench.report(f"prefill {rows}", bench.prefill(rows), bench.floor(rows, 1, rows / 2), out)
 
@@ -64,8 +64,8 @@ def _drop(worker: int, output: StepOutput) -> None:
 
 
 class _Bench:
-    def __init__(self, engine: Engine, peak: Peak | None) -> None:
-        self._engine, self._peak = engine, peak
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self._engine, self._options = engine, options
         self._random = np.random.default_rng(0)
         self._number = 0
 
@@ -127,16 +127,30 @@ class _Bench:
 
     def floor(self, rows: int, entries: int, context: float) -> float:
         """Seconds: weights and KV read once, or two operations a weight and row; the head's for one row an entry."""
-        if self._peak is None:
+        if not self._options.bytes_per_second:
             return 0.0
         model, info = self._engine.model, self._engine.info
         head = info.vocab_size * info.hidden_size
         kv = entries * context * bytes_per_block(model.kv_shapes, 1, model.dtype)
         read = (model.num_weights + head) * model.dtype.itemsize + kv
         operations = 2.0 * (model.num_weights * rows + head * entries)
-        return float(max(read / self._peak.bytes_per_second, operations / self._peak.flop_per_second))
+        return float(max(read / self._options.bytes_per_second, operations / self._options.flop_per_second))
 
     def report(self, name: str, times: list[tuple[float, float]], floor: float, out: TextIO) -> None:
         step, host = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         line = f"{name:<16}{step:>9.3f}{host:>9.3f}"
         print(line + (f"{1e3 * floor:>10.3f}{1e3 * floor / step:>12.2f}" if floor else ""), file=out, flush=True)
+
+
+def main() -> int:
+    config = RunnerConfig.from_json(sys.argv[1])
+    try:
+        bench_step(config, msgspec.json.decode(sys.argv[2], type=Options), sys.stdout)
+    except (UnsupportedModel, BadConfiguration, DefaultModelError) as error:
+        print(f"intarsia: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,11 @@
-"""`intarsia bench …`: measurements, each a subcommand. `bench serve` is the load generator in `server.bench`."""
+"""`intarsia bench …`: measurements, each a subcommand. `bench serve` is the load generator in `server.bench`; `bench
+step` times the engine alone."""
 
 from __future__ import annotations
 
 import argparse
 
+from server import bench_step_command
 from server.bench import flags as serve_flags
 
 
@@ -13,6 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench = benches.add_parser("serve", help=text, usage="intarsia bench serve [flags]", allow_abbrev=False)
     serve_flags.add_arguments(bench)
     bench.set_defaults(run_bench=_serve)
+    text = "time the engine's steps without HTTP"
+    step = benches.add_parser("step", help=text, usage="intarsia bench step [flags] [MODEL]", allow_abbrev=False)
+    bench_step_command.add_arguments(step)
+    step.set_defaults(run_bench=bench_step_command.run)
 
 
 def run(arguments: argparse.Namespace) -> int:

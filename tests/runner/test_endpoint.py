@@ -31,7 +31,6 @@ from runner.messages import (
 )
 from tests.models import Family
 
-
 LENGTH = 400
 """Tokens of each answer."""
 
