@@ -12,9 +12,6 @@ from torch import Tensor
 from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.activation import Activation
 
-_MAX_BLOCK_K = 1024
-_WEIGHTS = 8192
-"""Weights that a program holds at once: 64 a thread; half of that where one row's gate and up are held, measured."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
@@ -105,6 +102,14 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
         _store_row(acc_1, up_1, squares_1, bias, out, n, here, num_outputs, eps, K, NORM, GATED, SILU, HAS_BIAS)
 
 
+def _tile(rows: int, k: int, normed: bool, gated: bool) -> tuple[int, int]:
+    """(BLOCK_K, BLOCK_N), as measured on an H200: 64 weights a thread, but 32 where one row's norm or a long sum, whose
+    loop is unrolled, takes the registers."""
+    block_k = min(triton.next_power_of_2(k), 1024 if rows == 1 else 2048)
+    light = rows == 2 or (not gated and (k <= 1024 or (not normed and k <= 4096)))
+    return block_k, max((8192 if light else 4096) // block_k // (2 if gated else 1), 1)
+
+
 def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
                            norm_weight: Tensor | None, eps: float, unit_offset: bool,
                            activation: Activation | None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -112,9 +117,7 @@ def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, resid
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    block_k = min(triton.next_power_of_2(k), _MAX_BLOCK_K)
-    held = _WEIGHTS if activation is None or rows == 2 else _WEIGHTS // 2
-    block_n = max(held // block_k // (1 if activation is None else 2), 1)
+    block_k, block_n = _tile(rows, k, norm_weight is not None, activation is not None)
     _few_rows_kernel[(triton.cdiv(num_outputs, block_n),)](
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
         x if bias is None else bias, out, total, num_outputs, float(eps),

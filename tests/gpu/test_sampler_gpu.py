@@ -75,6 +75,7 @@ def test_a_captured_choice_serves_any_batch(asks: Asks, dtype: torch.dtype) -> N
         assert out[:entries].tolist() == expected.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
     slots, sampling = to_cuda(*make_state())
