@@ -125,7 +125,7 @@ async def _events(answer: Answer, form: Format, envelope: Envelope, options: Str
 
     def encode(delta: Delta) -> bytes:
         nonlocal extras
-        parts = []
+        parts: list[bytes] = []
         for choice in form.chunk_choices(delta):
             parts += (head, _encode(choice), b"]")
             more = extras | {"usage": answer.usage.body()} if running_usage else extras

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import uvicorn
@@ -210,7 +210,8 @@ class _Further:
         loading = asyncio.create_task(worker.load())
         status = EXIT_OK
         try:
-            await asyncio.wait({loading, self._end}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {loading, self._end}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
                 worker.lifecycle.loaded = True
