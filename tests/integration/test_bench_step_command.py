@@ -23,7 +23,7 @@ def test_a_line_for_each_kind_of_step(tiny_model: Callable[[Family], Path]) -> N
     assert [" ".join(line[:2]) for line in lines] == ["decode 1", "decode 4", "prefill 16"]
     for line in lines:
         step, host, floor, share = map(float, line[2:])
-        assert 0 < host <= step and 0 <= floor and 0 <= share < 1
+        assert 0 < host <= step and floor >= 0 and 0 <= share < 1
 
 
 def test_a_model_that_is_not_there() -> None:
