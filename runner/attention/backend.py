@@ -66,6 +66,8 @@ class AttentionBatch:
     host_starts: list[int]
     """`entry_starts` and `seq_lens` of the step's own entries, on the host (the schedule knows them)."""
     host_seq_lens: list[int]
+    plan: Any = None
+    """The backend's own: what it worked out in the first layer for all of them."""
 
 
 def attend(

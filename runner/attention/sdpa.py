@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from runner.attention.backend import AttentionBatch
+
+
+@dataclass
+class _Group:
+    """Sequences that go through one call: all decodes of a step, or one chunk of a prompt."""
+
+    rows: slice
+    """Of the step."""
+    position: Tensor
+    """[rows, 1] int64"""
+    blocks: Tensor
+    """[sequences, blocks] int64: of each sequence, as many as the longest has."""
+    length: int
+    """Cached rows of the longest."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """[rows, length] bool, by window: causal, within the window."""
+
+    def mask(self, window: int | None) -> Tensor:
+        if window not in self.masks:
+            seen = torch.arange(self.length, device=self.position.device)
+            mask = seen <= self.position
+            self.masks[window] = mask if window is None else mask & (seen > self.position - window)
+        return self.masks[window]
+
+    def cached(self, cache: Tensor) -> Tensor:
+        """[sequences, num_kv_heads, length, head_dim], gathered from the blocks. What lies past a sequence's end is
+        some other block's; the mask hides it."""
+        return cache[self.blocks].flatten(1, 2)[:, : self.length].transpose(1, 2)
 
 
 class SdpaAttention:
@@ -16,46 +46,35 @@ class SdpaAttention:
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        if batch.num_decodes:
-            out[: batch.num_decodes] = self._decode(query, key_cache, value_cache, batch, scale, window, softcap)
-        for entry in range(batch.num_decodes, batch.num_entries):
-            start, end = batch.host_starts[entry], batch.host_starts[entry + 1]
-            length = batch.host_seq_lens[entry]
-            key = _rows(key_cache, batch, slice(entry, entry + 1), length)
-            value = _rows(value_cache, batch, slice(entry, entry + 1), length)
-            seen = torch.arange(length, device=query.device)
-            mask = _visible(batch.positions[start:end, None], seen, window)
-            rows = query[start:end].transpose(0, 1)[None]
-            out[start:end] = _attention(rows, key, value, mask, scale, softcap)[0].transpose(0, 1)
-        return out
-
-    @staticmethod
-    def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, scale: float,
-                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
-        n = batch.num_decodes
-        length = max(batch.host_seq_lens[:n])
-        key = _rows(key_cache, batch, slice(0, n), length)
-        value = _rows(value_cache, batch, slice(0, n), length)
-        kv_heads = key.shape[1]
-        # The query heads that share a KV head become the rows of one attention: no key is repeated in memory.
-        grouped = query[:n].view(n, kv_heads, -1, query.shape[2])
-        mask = _visible(batch.positions[:n, None], torch.arange(length, device=query.device), window)
-        return _attention(grouped, key, value, mask[:, None, None], scale, softcap).flatten(1, 2)
+        if batch.plan is None:
+            batch.plan = _groups(batch)
+        parts = []
+        kv_heads, head_dim = key_cache.shape[2:]
+        for i, group in enumerate(batch.plan):
+            key, value, mask = group.cached(key_cache), group.cached(value_cache), group.mask(window)
+            rows = query[group.rows]
+            if i == 0 and batch.num_decodes:
+                # The query heads that share a KV head become the rows of one attention: no key is repeated in memory.
+                grouped = rows.view(len(rows), kv_heads, -1, head_dim)
+                parts.append(_attention(grouped, key, value, mask[:, None, None], scale, softcap).flatten(1, 2))
+            else:
+                out = _attention(rows.transpose(0, 1)[None], key, value, mask, scale, softcap)
+                parts.append(out[0].transpose(0, 1))
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _rows(cache: Tensor, batch: AttentionBatch, entries: slice, length: int) -> Tensor:
-    """[entries, num_kv_heads, length, head_dim]: the sequences' rows, gathered from their blocks. What lies past a
-    sequence's end is some other block's; the mask hides it."""
-    blocks = -(-length // cache.shape[1])
-    table = batch.block_table[batch.entry_slots[entries].long(), :blocks].long()
-    return cache[table].flatten(1, 2)[:, :length].transpose(1, 2)
+def _groups(batch: AttentionBatch) -> list[_Group]:
+    """Worked out once a step: the same for every layer."""
+    block_size, decodes = batch.key_caches[0].shape[1], batch.num_decodes
 
+    def group(entries: slice) -> _Group:
+        rows = slice(batch.host_starts[entries.start], batch.host_starts[entries.stop])
+        length = max(batch.host_seq_lens[entries])
+        blocks = batch.block_table[batch.entry_slots[entries].long(), : -(-length // block_size)].long()
+        return _Group(rows, batch.positions[rows, None], blocks, length)
 
-def _visible(position: Tensor, seen: Tensor, window: int | None) -> Tensor:
-    """[rows, length] bool: causal, within the window."""
-    mask = seen <= position
-    return mask if window is None else mask & (seen > position - window)
+    chunks = [group(slice(entry, entry + 1)) for entry in range(decodes, batch.num_entries)]
+    return [group(slice(0, decodes)), *chunks] if decodes else chunks
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -279,7 +279,8 @@ def test_the_number_of_splits() -> None:
 
     assert splits(8, 131_072) == (64, 64)  # few sequences: as many splits as are useful
     assert splits(8, 1024) == (16, 16)  # but none of less than a tile
-    assert splits(256, 1024) == (4, 4)
+    assert splits(128, 1024) == (4, 4)
+    assert splits(256, 1024) == (1, 1)  # enough to fill the device without
     assert splits(1024, 1024) == (1, 1)
     assert splits(2048, 1024) == (1, 1)
     assert splits(2048, 32_768) == (1, 8)  # room for the long ones
