@@ -1,7 +1,6 @@
 """The gated activation of an MLP whose gate and up projections are merged into one.
 
-Not wired into models yet: `runner.model` is to call it after merging the two. Results are those of transformers' MLPs,
-rounded at the same places.
+Called by `runner.decoder`. Results are those of transformers' MLPs, rounded at the same places.
 """
 
 from __future__ import annotations

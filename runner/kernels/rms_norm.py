@@ -1,7 +1,7 @@
 """RMSNorm, alone and together with the residual addition before it.
 
-Not wired into models yet: `runner.model` is to call it where a model's norms have one of the two kinds below. Results
-are those of transformers' modules, rounded at the same places.
+Called by `runner.decoder` and, for the norms of heads, by `runner.kernels.rope`. Results are those of transformers'
+modules, rounded at the same places.
 """
 
 from __future__ import annotations

@@ -61,12 +61,13 @@ def rope_and_write_reference(query: Tensor, key: Tensor, value: Tensor, table: R
     if norm is not None:
         query = rms_norm_reference(query, norm.query_weight, norm.eps, norm.unit_offset)
         key = rms_norm_reference(key, norm.key_weight, norm.eps, norm.unit_offset)
-    write_kv_reference(_rotate(key, cos, sin), value, key_cache, value_cache, cache_index)
-    return _rotate(query, cos, sin).contiguous()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rotary, rest = torch.split(x, [cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
+    heads = torch.cat([query, key], dim=1)
+    rotary = heads[..., : cos.shape[1]]
     first, second = rotary.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    return torch.cat([rotary * cos[:, None] + turned * sin[:, None], rest], dim=-1)
+    rotated = rotary * cos[:, None] + turned * sin[:, None]
+    if cos.shape[1] < heads.shape[2]:
+        rotated = torch.cat([rotated, heads[..., cos.shape[1] :]], dim=-1)
+    query, key = torch.split(rotated, [query.shape[1], key.shape[1]], dim=1)
+    write_kv_reference(key, value, key_cache, value_cache, cache_index)
+    return query.contiguous()
