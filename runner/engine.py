@@ -6,16 +6,19 @@ device and turns what retires into messages; where messages come from and go to 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from runner.attention.backend import AttentionBackend
 from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
-from runner.kv_cache import KVCache
+from runner.kv_cache import KVCache, bytes_per_block
 from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
 from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
 from runner.model import Model, read_model_config
@@ -25,6 +28,9 @@ from runner.sequence import Key, Request, Sequence
 from runner.step import Step
 from runner.trial import load_checked, measure
 
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
 Emit = Callable[[int, StepOutput], None]
 """(worker, what a step produced for it)"""
 
@@ -95,6 +101,7 @@ class Engine:
         text_config = hf_config.get_text_config()
         limits = choose_limits(config, int(text_config.max_position_embeddings), device)
         model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
+        weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         progress("sizing the KV cache")
         largest = measure(model, backend, limits, config.block_size)
         num_blocks = choose_num_blocks(config, model, limits, largest.reserve)
@@ -102,6 +109,8 @@ class Engine:
         engine = Engine(model, cache, backend, limits, config, emit, chunked_prefill_size=largest.chunk)
         if device.type == "cuda" and backend.capturable and not config.enforce_eager:
             engine.device.capture(progress)
+        if device.type == "cuda":
+            _log_memory(device, weights, num_blocks * bytes_per_block(model.kv_shapes, config.block_size, model.dtype))
         return engine
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -253,6 +262,12 @@ class Engine:
                 row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top]
             )
         return result
+
+
+def _log_memory(device: torch.device, weights: int, kv: int) -> None:
+    free, total = torch.cuda.mem_get_info(device)
+    other = total - free - weights - kv
+    log.info("device memory, GiB: weights %.2f, KV cache %.2f, all else %.2f", weights / GIB, kv / GIB, other / GIB)
 
 
 def _token_logprobs(tokens: list[int], logprobs: Logprobs, top: int | None) -> list[TokenLogprobs]:
