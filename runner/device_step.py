@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from runner.kernels.prepare import SLOTS, STARTS, advance_slots, prepare_inputs
 from runner.kv_cache import KVCache
 from runner.model import Model
 from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, sample
+from runner.sequence import Request
 from runner.slots import SlotState, StepInputs
 from runner.staging import Staging, record_words, upload_words
 from runner.step import PromptScore, Step
 from runner.step_graphs import StepGraphs, StepSize
 from runner.stream import Event, make_stream
+from runner.token_bans import BanEdit, TokenBans
 
 STAGING_DEPTH = 3
 """Steps whose staging buffers exist at once: one in preparation, two launched."""
@@ -82,6 +85,7 @@ class DeviceStep:
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._graphs: StepGraphs | None = None
         self._ring = [Staging(model, num_slots, words, max_num_batched_tokens) for _ in range(STAGING_DEPTH)]
+        self._bans: WeakKeyDictionary[Request, TokenBans] = WeakKeyDictionary()
         self._launches = 0
         if debug_checks:
             self.slots.fill_with_garbage(model.vocab_size, cache.num_blocks)
@@ -127,7 +131,7 @@ class DeviceStep:
 
     def _asks_of(self, step: Step) -> tuple[Asks, LogitEdits | None, list[int]]:
         """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
-        asks, changes, logprob_entries = Asks(), [], []
+        asks, changes, bans, logprob_entries = Asks(), [], [], []
         for entry in np.nonzero(step.asking)[0].tolist():
             sequence = step.sequences[entry]
             params = sequence.request.sampling
@@ -136,19 +140,29 @@ class DeviceStep:
                 changes.append((entry, dict(params.logit_bias)))
             if step.positions[entry] - sequence.request.prompt_len < params.min_tokens and params.stop_token_ids:
                 changes.append((entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
+            if params.allowed_token_ids or params.bad_words:
+                bans.append(BanEdit(entry, self._bans_of(sequence.request)))
             if params.logprobs is not None:
                 logprob_entries.append(entry)
-        return asks, self._edits(changes), logprob_entries
+        return asks, self._edits(changes, bans), logprob_entries
 
-    def _edits(self, changes: list[tuple[int, dict[int, float]]]) -> LogitEdits | None:
+    def _edits(self, changes: list[tuple[int, dict[int, float]]], bans: list[BanEdit]) -> LogitEdits | None:
         """Two small copies, whatever the number of entries. `changes`: (entry, what its token ids' logits get)."""
-        if not changes:
+        if not changes and not bans:
             return None
         places = [entry * self.model.vocab_size + token for entry, values in changes for token in values]
         added = [value for _, values in changes for value in values.values()]
         return LogitEdits(
-            self._to_device(torch.tensor(places)), self._to_device(torch.tensor(added, dtype=torch.float32))
+            self._to_device(torch.tensor(places, dtype=torch.int64)),
+            self._to_device(torch.tensor(added, dtype=torch.float32)),
+            tuple(bans),
         )
+
+    def _bans_of(self, request: Request) -> TokenBans:
+        """Uploaded once a request: a vocabulary's worth of ids must not travel in every step."""
+        if request not in self._bans:
+            self._bans[request] = TokenBans.of(request.sampling, self._to_device)
+        return self._bans[request]
 
     def _to_device(self, host: Tensor) -> Tensor:
         """A small tensor of its own, copied without waiting for the device."""

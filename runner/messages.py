@@ -52,13 +52,18 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """None: off. k >= 0: the sampled token's log-probability and the k best."""
     prompt_logprobs: int | None = None
     """The same for every prompt row but the first. Such a request reads no cached prefix."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Not empty: no other id is ever sampled."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids, none empty, that the answer does not contain."""
 
     @property
     def is_plain(self) -> bool:
         """Nothing but a temperature: one kernel samples it, whatever else is in the batch."""
         penalised = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
         filtered = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        return not (penalised or filtered or self.logit_bias or self.min_tokens or self.logprobs is not None)
+        edited = self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words
+        return not (penalised or filtered or edited or self.logprobs is not None)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

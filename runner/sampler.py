@@ -2,7 +2,7 @@
 
 Called by `runner.device_step`. Per-request parameters live on the device, by slot (`SamplingState`), and every kernel
 reads them there; a stage that nobody in the step asks for is skipped, and within a stage only rows that ask do work.
-The order is the one that users of other servers know: penalties, logit_bias and min_tokens on the logits, then
+The order is the one that users of other servers know: penalties, logit_bias, min_tokens and bans on the logits, then
 temperature, then min_p, top_k and top_p on the distribution.
 """
 
@@ -19,6 +19,7 @@ from runner.kernels.penalties import apply_penalties
 from runner.messages import SamplingParams
 from runner.sampling_state import SamplingState, pack
 from runner.slots import SlotState
+from runner.token_bans import BanEdit
 
 __all__ = ["Asks", "LogitEdits", "Logprobs", "SamplingState", "logprobs_of", "pack", "sample"]
 
@@ -48,6 +49,14 @@ class LogitEdits:
     """[k] int64, device: entry * vocab + token id."""
     values: Tensor
     """[k] float32, device: what is added."""
+    bans: tuple[BanEdit, ...] = ()
+    """Of the entries that have any; applied after the rest."""
+
+    def apply(self, logits: Tensor, slot: Tensor, slots: SlotState) -> None:
+        """logits: [E, vocab] float32, contiguous. slot: [E], device."""
+        logits.view(-1).index_add_(0, self.places, self.values)
+        for ban in self.bans:
+            ban.apply(logits, slot, slots)
 
 
 def sample(logits: Tensor, slot: Tensor, slots: SlotState, sampling: SamplingState, asks: Asks,
@@ -69,6 +78,6 @@ def sample(logits: Tensor, slot: Tensor, slots: SlotState, sampling: SamplingSta
     if asks.penalties:
         apply_penalties(logits, slot, slots, sampling)
     if edits is not None:
-        logits.view(-1).index_add_(0, edits.places, edits.values)
+        edits.apply(logits, slot, slots)
     floors = filter_floors(logits, slot, sampling) if asks.filters else None
     return gumbel_argmax(logits, slot, sampling, slots.length, floors, out)

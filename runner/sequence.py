@@ -69,6 +69,10 @@ class Request:
         if token_ids.max() >= vocab_size or token_ids.min() < EMBEDDING_ID:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
         edits = [token for token, _ in sampling.logit_bias] + list(sampling.stop_token_ids)
+        edits += sampling.allowed_token_ids
+        edits += [token for word in sampling.bad_words for token in word]
+        if not all(sampling.bad_words):
+            raise InvalidRequest("bad words must not be empty")
         if edits and not 0 <= min(edits) <= max(edits) < vocab_size:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
         covered = 0
