@@ -94,6 +94,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     spans: tuple[Span, ...] = ()
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
+    priority: int = 0
+    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones as they arrived."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

@@ -69,8 +69,8 @@ class Ended:
 
 
 class Scheduler:
-    """First come, first served; every running sequence decodes in every step, and what is left of the token budget goes
-    to prompts, in chunks."""
+    """First come, first served, among equal priorities; every running sequence decodes in every step, and what is left
+    of the token budget goes to prompts, in chunks."""
 
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
                  max_num_batched_tokens: int, max_admitted_rows: int,
@@ -87,6 +87,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.table = SlotTable(num_slots, max_model_len, block_size)
         self.waiting: deque[Sequence] = deque()
+        """By priority; among equals the preempted first, then as they arrived."""
         self.requests: dict[Key, list[Sequence]] = {}
         self.num_in_flight = 0
         self.ended_sequences = 0
@@ -102,7 +103,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         sequences = Sequence.of_request(request)
         self.requests[request.key] = sequences
-        self.waiting.extend(sequences)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].request.priority > request.priority:
+            place -= 1
+        for sequence in reversed(sequences):
+            self.waiting.insert(place, sequence)
 
     def abort(self, key: Key, choice: int = -1) -> None:
         """Ends a request's sequences (one, or all) without a trace; those already ended are left alone."""
@@ -250,12 +255,15 @@ class Scheduler:
                 sequence.prompt_logprobs_sent = score_end
 
     def _preempt_newest(self) -> None:
-        """Takes slot and blocks from the sequence admitted last; it waits at the front, keeping its tokens."""
+        """Takes slot and blocks from the sequence admitted last among the least urgent; it waits in front of its equals,
+        keeping its tokens."""
         table = self.table
-        sequence = max((s for s in table.sequences if s is not None), key=lambda s: s.admission)
+        running = (s for s in table.sequences if s is not None)
+        sequence = max(running, key=lambda s: (s.request.priority, s.admission))
         sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
         self._give_back(sequence)
-        self.waiting.appendleft(sequence)
+        place = sum(s.request.priority < sequence.request.priority for s in self.waiting)
+        self.waiting.insert(place, sequence)
         self.preemptions += 1
 
     # --- after a step -----------------------------------------------------------------------------------------------

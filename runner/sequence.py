@@ -34,6 +34,7 @@ class Request:
     """[span.length, hidden_size * itemsize] each: the rows' bytes in the model's dtype, in the message's own memory."""
     row_digests: bytes
     hashes: BlockHashes
+    priority: int = 0
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -98,6 +99,7 @@ class Request:
             rows=tuple(np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in frames[2:]),
             row_digests=bytes(frames[1]),
             hashes=BlockHashes(salt, block_size),
+            priority=message.priority,
         )
 
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:

@@ -20,7 +20,7 @@ Row = int | bytes
 
 
 def make_request(
-    number: int, rows: list[Row], max_tokens: int = 4, *, n: int = 1, salt: str = "", **sampling: Any
+    number: int, rows: list[Row], max_tokens: int = 4, *, n: int = 1, salt: str = "", priority: int = 0, **sampling: Any
 ) -> Request:
     ids = np.array([row if isinstance(row, int) else EMBEDDING_ID for row in rows], np.int32)
     embeddings = [(place, row) for place, row in enumerate(rows) if isinstance(row, bytes)]
@@ -31,6 +31,7 @@ def make_request(
         SamplingParams(max_tokens, **sampling),
         tuple(Span(place, 1) for place, _ in embeddings),
         salt,
+        priority,
     )
     frames = [ids.tobytes(), b"".join(row * DIGEST_BYTES for _, row in embeddings), *(row for _, row in embeddings)]
     return Request.from_message(
@@ -211,6 +212,40 @@ def test_what_retires_may_make_room() -> None:
     assert engine.ends == {(1, 0): "stop"}
     assert entries_of(engine) == [(0, 1)]
     assert engine.scheduler.preemptions == 0
+
+
+def test_lower_priorities_are_admitted_first_and_equal_ones_as_they_came() -> None:
+    engine = ToyEngine(num_slots=1)
+    for number, priority in enumerate((0, 5, -1, 5, -1, 2**63 - 1, 0, -(2**63))):
+        engine.add(make_request(number, prompt(3, number), 1, priority=priority))
+    order = []
+    while engine.scheduler.waiting:
+        order.append(entries_of(engine)[0][0])
+        engine.retire()
+    assert order == [7, 2, 4, 0, 6, 1, 3, 5]
+    engine.assert_empty()
+
+
+def test_the_lowest_priority_is_preempted_and_waits_before_its_equals_only() -> None:
+    """Not the newest: that one is more urgent."""
+    engine = ToyEngine(num_blocks=5, num_slots=2)
+    engine.add(make_request(0, prompt(7), 3, priority=1))
+    entries_of(engine)
+    engine.retire()
+    engine.add(make_request(1, prompt(7, 1), 9))
+    engine.add(make_request(2, prompt(2, 2), 1, priority=1))
+    engine.add(make_request(3, prompt(2, 3), 1))
+    while not engine.scheduler.preemptions:
+        entries_of(engine)
+        engine.retire()
+    running = [s.request.key[1] for s in engine.scheduler.table.sequences if s is not None]
+    waiting = [s.request.key[1] for s in engine.scheduler.waiting]
+    assert 1 in running and 0 not in running
+    assert waiting.index(0) < waiting.index(2)
+    assert 3 not in waiting[waiting.index(0) :]
+    engine.run()
+    for number, length, count in ((0, 7, 3), (1, 7, 9), (2, 2, 1), (3, 2, 1)):
+        assert engine.tokens[number, 0] == answer(prompt(length, number), count)
 
 
 def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
