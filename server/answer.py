@@ -12,17 +12,23 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from runner.messages import SamplingParams, TokenLogprobs
+from server.bad_words import bad_word_ids
 from server.batch import Batch, EngineRequest
 from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
-from server.errors import EngineFailed
+from server.errors import EngineFailed, InvalidRequest, UnsupportedParameter
 from server.generation import ChoiceEvent
 from server.inputs import Prompt
 from server.sampling import common_params, params_for_prompt
 from server.schemas import CompletionRequest, GenerationRequest
 from server.services import Services
 from server.tokenizer import Tokenizer
+
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Values that one answer holds of its prompts: about 200 MB of JSON."""
 
 
 class PromptAnswer:
@@ -45,7 +51,8 @@ class PromptAnswer:
         self.cached_tokens = 0
         self._missing = len(prompt) - 1 if prompt_logprobs else 0
         """Prompt positions whose log-probabilities have not come yet. Choices wait for them."""
-        self._entries: list[TokenLogprobs | None] = [None]
+        self.entries: list[TokenLogprobs | None] = [None]
+        """Of the prompt's positions, as far as they have come and were asked for."""
         self._early: list[ChoiceEvent] = []
         self._echo = _Echo(prompt, tokenizer, skip_special_tokens) if echo else None
         self.choices = [
@@ -66,7 +73,7 @@ class PromptAnswer:
             self.cached_tokens = event.started.cached_tokens
         if self._missing:
             for part in event.prompt_logprobs:
-                self._entries.extend(part.entries)
+                self.entries.extend(part.entries)
                 self._missing -= len(part.entries)
             self._early.append(event)
             if self._missing > 0:
@@ -83,7 +90,7 @@ class PromptAnswer:
 
     def _add_prompt_records(self) -> None:
         if self._echo is not None and self._prompt_logprobs:
-            records = self._echo.records(self._entries)
+            records = self._echo.records(self.entries)
             for choice in self.choices:
                 choice.prompt = records
 
@@ -174,8 +181,13 @@ class Answer:
 
 async def open_answer(request: GenerationRequest, prompts: Sequence[Prompt], services: Services) -> Answer:
     """Check the parameters against the model and queue every prompt. Raises APIError."""
-    n = request.n or 1
+    n = request.num_made
+    if request.priority and not services.honour_priority:
+        raise UnsupportedParameter("This server serves requests in their order: priority must be 0.", param="priority")
     common = common_params(request, services.model, services.defaults)
+    if request.bad_words:
+        words = await bad_word_ids(request.bad_words, services.tokenizer)
+        common = msgspec.structs.replace(common, bad_words=words)
     sampling = [
         params_for_prompt(
             common,
@@ -186,15 +198,31 @@ async def open_answer(request: GenerationRequest, prompts: Sequence[Prompt], ser
         )
         for prompt in prompts
     ]
+    _check_size(prompts, sampling, n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(_prompt_answer(request, prompt, index * n, n, params, services))
         await asyncio.sleep(0)  # an echo costs milliseconds, and there may be a thousand
     requests = [
-        EngineRequest(prompt.rows, params, n, request.cache_salt or "")
+        EngineRequest(prompt.rows, params, n, request.cache_salt or "", request.priority or 0)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
     return Answer(answers, await Batch.open(services.engine, requests))
+
+
+def _check_size(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], n: int) -> None:
+    """Every choice repeats its prompt's log-probabilities, and the whole answer is in memory at once."""
+    entries = sum(
+        len(prompt) * (1 + params.prompt_logprobs)
+        for prompt, params in zip(prompts, sampling, strict=True)
+        if params.prompt_logprobs is not None
+    )
+    if entries * n > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"The prompts have more than {MAX_PROMPT_LOGPROBS} log-probabilities (tokens, times one more than are asked"
+            " for at each, times choices).",
+            param="prompt_logprobs" if sampling[0].logprobs is None else "logprobs",
+        )
 
 
 def _prompt_answer(

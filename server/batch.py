@@ -27,7 +27,7 @@ class Engine(Protocol):
     """`engine_client.EngineClient`, as far as the routes use it."""
 
     async def generate(
-        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = ""
+        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = "", priority: int = 0
     ) -> Stream: ...
 
 
@@ -37,6 +37,7 @@ class EngineRequest:
     sampling: SamplingParams
     n: int
     cache_salt: str
+    priority: int = 0
 
 
 class Batch:
@@ -90,7 +91,7 @@ class Batch:
 
 
 async def _generate(engine: Engine, request: EngineRequest) -> Stream:
-    return await engine.generate(request.prompt, request.sampling, request.n, request.cache_salt)
+    return await engine.generate(request.prompt, request.sampling, request.n, request.cache_salt, request.priority)
 
 
 async def _pump(index: int, stream: Stream, queue: asyncio.Queue[tuple[int, ChoiceEvent] | int | Exception]) -> None:

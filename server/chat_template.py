@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from server.bounded_threads import BoundedThreads
 from server.errors import InvalidRequest, bounded
 from server.tokenizer import Tokenizer
 
 _INLINE_CHARS = 16384
-"""Conversations up to this length are rendered in place."""
+_INLINE_MESSAGES = 32
+"""Conversations up to this length are rendered in place: a few hundred microseconds."""
+_MAX_SECONDS = 10.0
+_THREADS = 2
 _MAX_REASON_CHARS = 500
 
 
@@ -24,6 +28,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
         self._tokenizer = tokenizer.transformers
         self._override = override
+        self._threads = BoundedThreads(_THREADS, _MAX_SECONDS, "template")
         # From the signature: releases of the library add to it (`sanitize_control_tokens` is one that would matter).
         ours = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self.reserved_names = frozenset(ours) | {"messages", "self"}
@@ -46,10 +51,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
     ) -> str:
         """The prompt's text, special tokens included. `variables`: further names for the template (without
-        `reserved_names`). Raises InvalidRequest when there is no template or it refuses the messages."""
-        if self._override is None and not self._tokenizer.chat_template:
+        `reserved_names`). `template`: instead of the server's. Raises InvalidRequest when there is no template, when it
+        refuses the messages, and when it is not done in time."""
+        if template is None and self._override is None and not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
                 param="messages",
@@ -58,16 +66,31 @@ class ChatTemplate:
             **(variables or {}),
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "chat_template": self._override if template is None else template,
+            **({} if documents is None else {"documents": list(documents)}),
         }
-        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+        plain = template is None and not variables and not documents and len(messages) <= _INLINE_MESSAGES
+        if plain and sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
             return self._render(messages, arguments)
-        return await asyncio.to_thread(self._render, messages, arguments)
+        try:
+            return await self._threads.run(partial(self._render, messages, arguments))
+        except TimeoutError:
+            raise InvalidRequest(
+                f"The chat template takes longer than {_MAX_SECONDS:g} s for these messages.", param="messages"
+            ) from None
+
+    def mentions(self, word: str, template: str | None = None) -> bool:
+        """Whether the template (`template`, or else the server's) has `word` in it, so that it may know such a role or
+        variable. Without the word it certainly does not."""
+        text = template or self._override or self._tokenizer.chat_template or ""
+        return any(word in each for each in (text.values() if isinstance(text, dict) else (text,)))
+
+    def close(self) -> None:
+        self._threads.close()
 
     def _render(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._override, tokenize=False, **arguments
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
         except jinja2.TemplateError as error:
             # What a template says with `raise_exception` is meant for whoever wrote the messages.
             reason = bounded(str(error), _MAX_REASON_CHARS)

@@ -17,7 +17,7 @@ from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse
 from server.services import Services, services_of
-from server.unsupported import COMPLETION, refuse_unsupported
+from server.unsupported import COMPLETION, refuse_unknown, refuse_unsupported
 
 router = APIRouter()
 
@@ -31,6 +31,8 @@ async def completions(request: Request) -> Response:
 async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     refuse_unsupported(body, COMPLETION)
     request = parse(CompletionRequest, body)
+    if services.strict_params:
+        refuse_unknown(body, CompletionRequest, COMPLETION)
     check_generation(request)
     envelope = Envelope.new("cmpl", services.model_name(request.model), services.system_fingerprint)
     prompts = await completion_prompts(request, services)
@@ -43,7 +45,7 @@ async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
-    return await whole_response(answer, form, envelope)
+    return await whole_response(answer, form, envelope, request.n or 1)
 
 
 class CompletionFormat:
@@ -57,12 +59,18 @@ class CompletionFormat:
         self._n = request.n or 1
         self._with_logprobs = request.logprobs is not None
         self._with_ids = bool(request.return_token_ids)
+        self._prompt_top = request.prompt_logprobs
         self._logprobs = LogprobFormat(
-            services.tokenizer.vocabulary, as_token_ids=bool(request.return_tokens_as_token_ids)
+            services.tokenizer.vocabulary,
+            as_token_ids=bool(request.return_tokens_as_token_ids),
+            top=request.logprobs,
         )
 
     def whole_choice(self, index: int, choice: WholeChoice) -> Json:
-        return self._choice(index, choice, is_first=True)
+        body = self._choice(index, choice, is_first=True)
+        if self._prompt_top is not None:
+            body["prompt_logprobs"] = self._logprobs.prompt(choice.prompt_logprobs, self._prompt_top)
+        return body
 
     def chunk_choices(self, delta: Delta) -> Iterator[Json]:
         yield self._choice(delta.index, delta, is_first=delta.is_first)

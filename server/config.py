@@ -15,6 +15,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "sdpa", "triton"]
 
 _MIB = 1 << 20
@@ -46,6 +47,9 @@ class ServerConfig:
     generation_config: str = "auto"
     """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
     enable_prompt_embeds: bool = True
+    strict_params: bool = False
+    trust_request_chat_template: bool = False
+    scheduling_policy: SchedulingPolicy = "fcfs"
 
     # How it is run.
     device: Device = "auto"

@@ -143,7 +143,7 @@ class EngineClient:
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = ""
+        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = "", priority: int = 0
     ) -> GenerationStream:
         """Queue a prompt with `n` choices; returns once the runner has accepted it.
 
@@ -156,7 +156,7 @@ class EngineClient:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get())
-        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt)
+        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority)
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
         stream = GenerationStream(self, inbox)

@@ -16,6 +16,7 @@ from server.file_tensor import TooManyRows
 from server.prompt import PromptRows
 from server.schemas import CompletionRequest
 from server.services import Services
+from server.truncation import Truncation
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
@@ -54,15 +55,19 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         raise InvalidRequest("A request needs a prompt or prompt_embeds.", param="prompt")
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"A request can have at most {MAX_PROMPTS} prompts.", param="prompt")
-    if count * (request.n or 1) > MAX_CHOICES:
-        raise InvalidRequest(f"A request can have at most {MAX_CHOICES} choices (prompts times n).", param="n")
+    if count * request.num_made > MAX_CHOICES:
+        param = "best_of" if request.best_of else "n"
+        raise InvalidRequest(f"A request can have at most {MAX_CHOICES} choices (prompts times {param}).", param=param)
     if embeddings and not services.enable_prompt_embeds:
         raise InvalidRequest("This server takes no prompt_embeds.", param="prompt_embeds")
     if embeddings and request.echo:
         raise InvalidRequest("echo is not possible with prompt_embeds: they have no text.", param="echo")
+    truncation = Truncation.of(request, services.model.max_model_len)
+    if embeddings and truncation is not None:
+        raise InvalidRequest("truncate_prompt_tokens does not go with prompt_embeds.", param="truncate_prompt_tokens")
     # The cheap ones first: a bad id must not cost the decoding of sixty megabytes.
     add_special = request.add_special_tokens is not False
-    rest = [await _from_text_or_ids(each, services, add_special) for each in texts_or_ids]
+    rest = [await _from_text_or_ids(each, services, add_special, truncation) for each in texts_or_ids]
     return [await _from_embedding(each, services) for each in embeddings] + rest
 
 
@@ -93,20 +98,28 @@ def _as_prompts(value: Any) -> list[str] | list[list[int]]:
     )
 
 
-async def _from_text_or_ids(value: str | list[int], services: Services, add_special: bool) -> Prompt:
+async def _from_text_or_ids(
+    value: str | list[int], services: Services, add_special: bool, truncation: Truncation | None
+) -> Prompt:
     if isinstance(value, str):
-        token_ids = await encode_prompt(value, services, add_special_tokens=add_special, param="prompt")
-        text = value
+        token_ids = await encode_prompt(
+            value, services, add_special_tokens=add_special, param="prompt", truncation=truncation
+        )
+        # Of a text that may have been cut, an echo shows what is left.
+        text = value if truncation is None else None
     else:
         check_token_ids(value, services.model.vocab_size, "prompt")
-        token_ids, text = value, None
+        token_ids, text = value if truncation is None else truncation.of_ids(value), None
     if not token_ids:
         raise InvalidRequest("prompt must have at least one token.", param="prompt")
     return Prompt.from_token_ids(token_ids, "prompt", text)
 
 
-async def encode_prompt(text: str, services: Services, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long."""
+async def encode_prompt(
+    text: str, services: Services, *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
+) -> list[int]:
+    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long. Also where it would
+    be truncated: a hundred megabytes must not be tokenised for a few words of them."""
     limit = services.model.max_model_len
     if services.tokenizer.is_longer_than(text, limit):
         raise ContextLengthExceeded(
@@ -114,7 +127,7 @@ async def encode_prompt(text: str, services: Services, *, add_special_tokens: bo
             f" which is more. Please reduce the length of the {param}.",
             param=param,
         )
-    return await services.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await services.tokenizer.encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
 
 def check_token_ids(value: list[Any], vocab_size: int, param: str) -> None:

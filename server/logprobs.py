@@ -14,10 +14,12 @@ LOWEST = -9999.0
 
 
 class LogprobFormat:
-    """`as_token_ids`: write tokens as `token_id:123`, which no two ids share."""
+    """`as_token_ids`: write tokens as `token_id:123`, which no two ids share. `top`: how many of the most probable
+    tokens a completion's positions show (None: all that there are; a prompt may have been scored for more)."""
 
-    def __init__(self, vocabulary: Vocabulary, *, as_token_ids: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, as_token_ids: bool = False, top: int | None = None) -> None:
         self._vocabulary = vocabulary
+        self._top_count = top
         self._as_token_ids = as_token_ids
 
     def completion(self, records: Iterable[TokenRecord]) -> dict[str, list[Any]]:
@@ -42,10 +44,24 @@ class LogprobFormat:
     def _top(self, found: TokenLogprobs) -> dict[str, float]:
         """The position's own token and the most probable ones. Of two ids with one text, the more probable."""
         top = {self._completion_name(found.token): _finite(found.logprob)}
-        for token, value in zip(found.top_tokens, found.top_logprobs, strict=True):
+        count = self._top_count
+        for token, value in zip(found.top_tokens[:count], found.top_logprobs[:count], strict=True):
             name = self._completion_name(token)
             top[name] = max(top.get(name, LOWEST), _finite(value))
         return top
+
+    def prompt(self, entries: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
+        """vLLM's shape: by token id, the `top` most probable tokens and the prompt's own. None where there is nothing
+        to say: at the first position and at embedding rows."""
+        return [None if found is None else self._ranked(found, top) for found in entries]
+
+    def _ranked(self, found: TokenLogprobs, top: int) -> dict[str, Any]:
+        best = zip(found.top_tokens[:top], found.top_logprobs[:top], range(1, top + 1), strict=False)
+        rows = [*best, (found.token, found.logprob, found.rank)]
+        return {
+            str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": self._completion_name(token)}
+            for token, value, rank in rows
+        }
 
     def chat(self, records: Sequence[TokenRecord]) -> dict[str, Any]:
         return {"content": [self._chat_entry(record) for record in records], "refusal": None}

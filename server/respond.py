@@ -14,10 +14,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runner.messages import TokenLogprobs
 from server.answer import Answer
 from server.choices import Delta, TokenRecord
 from server.disconnect import ClientGone, unless_gone
 from server.event_stream import EventStream, event
+from server.ranking import best_choices
 from server.schemas import StreamOptions
 
 Json = dict[str, Any]
@@ -34,6 +36,8 @@ class WholeChoice:
     text: str = ""
     tokens: list[TokenRecord] = field(default_factory=list)
     prompt: list[TokenRecord] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+    """Of every prompt position, if they were asked for."""
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
 
@@ -86,8 +90,8 @@ async def run_handler(request: Request, work: Coroutine[Any, Any, Response]) -> 
         return Response(status_code=499)  # for the access log
 
 
-async def whole_response(answer: Answer, form: Format, envelope: Envelope) -> Response:
-    """Raises APIError."""
+async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept: int | None = None) -> Response:
+    """`kept`: how many of each prompt's choices are answered, the best ones (None: all). Raises APIError."""
     choices = [WholeChoice() for each in answer.prompts for _ in each.choices]
     texts: list[list[str]] = [[] for _ in choices]
     try:
@@ -100,15 +104,18 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope) -> Re
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     finally:
         answer.close()
-    for choice, pieces in zip(choices, texts, strict=True):
+    made = len(choices) // len(answer.prompts)
+    for index, (choice, pieces) in enumerate(zip(choices, texts, strict=True)):
         choice.text = "".join(pieces)
+        choice.prompt_logprobs = answer.prompts[index // made].entries
+    told = best_choices(choices, made, made if kept is None else kept)
 
     def encode() -> bytes:
-        bodies = [form.whole_choice(index, choice) for index, choice in enumerate(choices)]
+        bodies = [form.whole_choice(index, choice) for index, choice in enumerate(told)]
         body = envelope.body(form.object, bodies) | form.extras() | {"usage": answer.usage.body()}
         return msgspec.json.encode(body)
 
-    records = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
+    records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
     return Response(await _run(encode, records), media_type="application/json")
 
 

@@ -82,8 +82,8 @@ def _is_index(value: Any, limit: int) -> bool:
 
 
 def common_params(request: GenerationRequest, model: ModelInfo, defaults: GenerationDefaults) -> SamplingParams:
-    """What all prompts of a request share; `params_for_prompt` adds the rest. Raises InvalidRequest for ids outside of
-    the vocabulary."""
+    """What all prompts of a request share, but for `bad_words`, which take a tokenizer; `params_for_prompt` adds the
+    rest. Raises InvalidRequest for ids outside of the vocabulary."""
     stop_ids = () if request.ignore_eos else defaults.eos_token_ids
     stop_ids += tuple(_in_vocabulary(request.stop_token_ids or [], "stop_token_ids", model.vocab_size))
     top_k = defaults.top_k if request.top_k is None else request.top_k
@@ -100,6 +100,7 @@ def common_params(request: GenerationRequest, model: ModelInfo, defaults: Genera
         logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=_num_logprobs(request),
+        allowed_token_ids=_allowed(request, stop_ids, model.vocab_size),
     )
 
 
@@ -159,9 +160,24 @@ def _seed(seed: int | None) -> int:
 
 
 def _in_vocabulary(ids: list[int], field: str, vocab_size: int) -> list[int]:
-    if any(not 0 <= token_id < vocab_size for token_id in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise InvalidRequest(f"{field} must be token ids from 0 to {vocab_size - 1}.", param=field)
     return ids
+
+
+def _allowed(request: GenerationRequest, stop_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    ids = request.allowed_token_ids
+    if ids is None:
+        return ()
+    if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
+        raise InvalidRequest("allowed_token_ids must be a list of token ids, not empty.", param="allowed_token_ids")
+    allowed = tuple(dict.fromkeys(_in_vocabulary(ids, "allowed_token_ids", vocab_size)))
+    if request.min_tokens and set(allowed) <= set(stop_ids):
+        raise InvalidRequest(
+            "allowed_token_ids has only tokens that end the answer, and min_tokens forbids these.",
+            param="allowed_token_ids",
+        )
+    return allowed
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -175,13 +191,17 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, flo
 def _num_logprobs(request: GenerationRequest) -> int | None:
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else None
-    return request.logprobs if isinstance(request, CompletionRequest) else None
+    if not isinstance(request, CompletionRequest):
+        return None
+    if request.logprobs is None and request.num_made > (request.n or 1):
+        return 0  # what choices are ranked by
+    return request.logprobs
 
 
 def _num_prompt_logprobs(request: GenerationRequest, max_tokens: int) -> int | None:
-    """Only an echoed prompt has any. A request for no tokens at all is a scoring request, wanted or not."""
-    if not isinstance(request, CompletionRequest) or not request.echo:
-        return None
-    if request.logprobs is not None:
-        return request.logprobs
-    return 0 if max_tokens == 0 else None
+    """As many as the prompt's own field or an echo asks for. A request for no tokens at all is a scoring request,
+    wanted or not."""
+    asked = [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        asked += [request.logprobs, 0 if max_tokens == 0 else None]
+    return max((number for number in asked if number is not None), default=None)

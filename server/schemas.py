@@ -9,9 +9,9 @@ would report one error per item.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema, field_validator
 
 from server.errors import InvalidRequest, validation_error
 
@@ -23,9 +23,33 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 2**31 - 1
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 128
+MAX_TEMPLATE_CHARS = 65536
 
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+_BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+def _json_type(*types: str, **more: Any) -> WithJsonSchema:
+    """How a field that is checked by hand looks in /openapi.json: one of these types, or null."""
+    return WithJsonSchema({"type": [*types, "null"], **more})
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_PROMPT = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}, {"type": "null"}]}
+_PARTS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
+    },
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 
 
 class StreamOptions(BaseModel):
@@ -52,6 +76,11 @@ class GenerationRequest(_Request):
     model: str | None = None
     """Missing: the model that is served."""
 
+    @property
+    def num_made(self) -> int:
+        """Choices that the engine makes for each prompt."""
+        return self.n or 1
+
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
@@ -71,12 +100,24 @@ class GenerationRequest(_Request):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[Any, _json_type("array", items={"type": "integer"})] = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    """-1: as many as leave room for `max_tokens`."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are dropped; missing: left, so that the prompt's end stays."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    """Lower goes first."""
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Both values give the same text: only slow tokenizers know such spaces."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -85,6 +126,13 @@ class GenerationRequest(_Request):
     @classmethod
     def _stop_as_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_left(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1")
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -103,17 +151,22 @@ class GenerationRequest(_Request):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
     """A string, a list of them, token ids, or a list of lists of them."""
-    prompt_embeds: Any = None
+    prompt_embeds: Annotated[Any, _json_type("string", "array", items={"type": "string"})] = None
     """Base64 of a tensor file, or a list of them."""
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
+    """So many choices are made, of which the `n` most probable ones per token are answered."""
+
+    @property
+    def num_made(self) -> int:
+        return max(self.best_of or 1, self.n or 1)
 
 
 class ChatRequest(GenerationRequest):
-    messages: Any = None
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = None
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """Wins over `max_tokens`."""
     logprobs: bool | None = None
@@ -121,22 +174,32 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
+    documents: Annotated[Any, _json_type("array", items={"type": "object"})] = None
+    service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
 
 
 class TokenizeRequest(_Request):
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
+    documents: Annotated[Any, _json_type("array", items={"type": "object"})] = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(_Request):
     model: str | None = None
-    tokens: Any = None
+    tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = None
+
+
+class AbortRequest(_Request):
+    id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """An answer's own id."""
 
 
 _Schema = TypeVar("_Schema", bound=_Request)
@@ -154,6 +217,8 @@ def check_generation(request: GenerationRequest) -> None:
     """The rules that tie several parameters. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs are not streamed.", param="prompt_logprobs")
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
@@ -163,6 +228,7 @@ def check_generation(request: GenerationRequest) -> None:
             )
     elif isinstance(request, CompletionRequest) and request.best_of is not None:
         n = request.n or 1
-        if request.best_of != n:
-            code = "unsupported_parameter" if request.best_of > n else "invalid_value"
-            raise InvalidRequest(f"best_of must equal n ({n}): choices are not ranked.", param="best_of", code=code)
+        if request.best_of < n:
+            raise InvalidRequest(f"best_of must be at least n ({n}).", param="best_of")
+        if request.stream and request.best_of > n:
+            raise InvalidRequest("best_of must equal n in a stream: choices are ranked by their ends.", param="best_of")

@@ -132,6 +132,16 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.enable_prompt_embeds,
         help=_with_default("accept prompts made of embeddings", "on"),
     )
+    add(
+        "--strict-params",
+        action="store_true",
+        help=_with_default("refuse requests with parameters that nobody knows, instead of ignoring these", "off"),
+    )
+    add(
+        "--trust-request-chat-template",
+        action="store_true",
+        help=_with_default("let requests bring their own chat template; it can take as much memory as it likes", "off"),
+    )
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -190,6 +200,14 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.max_queue,
         metavar="N",
         help=_with_default("requests that may wait; one more is answered 429", _DEFAULTS.max_queue),
+    )
+    add(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default=_DEFAULTS.scheduling_policy,
+        help=_with_default(
+            "fcfs: first come, first served; priority: requests may have one, and lower ones go first", "fcfs"
+        ),
     )
     add(
         "--block-size",

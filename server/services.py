@@ -28,6 +28,11 @@ class Services:
     served_model_names: tuple[str, ...]
     """At least one; the first is what answers say when the request named none."""
     enable_prompt_embeds: bool = True
+    honour_priority: bool = False
+    strict_params: bool = False
+    """Whether parameters that nobody knows are refused."""
+    trust_request_template: bool = False
+    """Whether a request may bring its own chat template."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970: when the model became available."""
 
@@ -41,6 +46,9 @@ class Services:
         chat_template: str | None = None,
         generation_config: str = "auto",
         enable_prompt_embeds: bool = True,
+        honour_priority: bool = False,
+        strict_params: bool = False,
+        trust_request_template: bool = False,
         trust_remote_code: bool = False,
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
@@ -59,6 +67,9 @@ class Services:
             ),
             served_model_names=tuple(served_model_names),
             enable_prompt_embeds=enable_prompt_embeds,
+            honour_priority=honour_priority,
+            strict_params=strict_params,
+            trust_request_template=trust_request_template,
         )
 
     @property

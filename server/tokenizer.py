@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from server.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from server.truncation import Truncation
 from server.vocabulary import Vocabulary
 
 _INLINE_CHARS = 4096
@@ -69,16 +70,23 @@ class Tokenizer:
         shrinks = 1 if self._backend.normalizer is None else 4  # composed characters; a mark for a space
         return shrinks * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, truncation: Truncation | None = None) -> list[int]:
         """`text` without lone surrogates (JSON bodies have none)."""
         if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
+            return self._encode(text, add_special_tokens, truncation)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens, truncation)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _encode(self, text: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
+        if truncation is None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        # As the library truncates: the text gives way, the special tokens around it stay.
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        special = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(truncation.keep - special, 0), direction=truncation.side)
+        ids = self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+        return truncation.of_ids(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence, as a client would have it from the stream."""

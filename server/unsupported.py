@@ -2,7 +2,8 @@
 
 Ignoring one that would change the answer is the worst choice: the client gets an unconstrained text and a 200. So each
 of them is refused, unless its value asks for nothing. Parameters that only keep the client's books (`user`,
-`metadata`, `store`, …) or hint (`reasoning_effort`, `prediction`, …) are accepted, and so are names nobody knows.
+`metadata`, `store`, …) or hint (`reasoning_effort`, `prediction`, …) are accepted, and so are names nobody knows,
+unless the server was started with --strict-params.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from server.errors import UnsupportedParameter
+from pydantic import BaseModel
+
+from server.errors import InvalidRequest, UnsupportedParameter, bounded
 
 _Neutral = Callable[[Any], bool]
 
@@ -30,8 +33,6 @@ def _text_format(value: Any) -> bool:
 
 
 _COMMON: dict[str, _Neutral] = {
-    "allowed_token_ids": _empty,
-    "bad_words": _empty,
     "custom_logit_processor": _empty,
     "detokenize": _one_of(True),
     "ebnf": _empty,
@@ -50,29 +51,31 @@ _COMMON: dict[str, _Neutral] = {
     "logprob_token_ids": _empty,
     "lora_path": _empty,
     "no_stop_trim": _empty,
-    "priority": _one_of(0),
-    "prompt_logprobs": _empty,
     "regex": _empty,
     "repetition_detection": _empty,
     "response_format": _text_format,
     "return_hidden_states": _empty,
-    "spaces_between_special_tokens": _one_of(True),
     "stop_regex": _empty,
     "structured_outputs": _empty,
     "thinking_token_budget": _empty,
-    "truncate_prompt_tokens": _empty,
     "use_beam_search": _empty,
     "vllm_xargs": _empty,
 }
 
-COMPLETION: dict[str, _Neutral] = {**_COMMON, "messages": _empty, "suffix": _empty}
+COMPLETION: dict[str, _Neutral] = {
+    **_COMMON,
+    "functions": _empty,
+    "max_completion_tokens": _empty,
+    "messages": _empty,
+    "suffix": _empty,
+    "tools": _empty,
+    "top_logprobs": _empty,
+}
 
 CHAT: dict[str, _Neutral] = {
     **_COMMON,
     "audio": _empty,
     "best_of": _one_of(1),
-    "chat_template": _empty,
-    "documents": _empty,
     "echo": _empty,
     "function_call": _one_of("none", "auto"),
     "functions": _empty,
@@ -87,6 +90,22 @@ CHAT: dict[str, _Neutral] = {
     "tools": _empty,
     "web_search_options": _empty,
 }
+
+
+BOOKKEEPING = frozenset({
+    "include_reasoning", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning_effort", "request_id", "rid", "safety_identifier", "service_tier",
+    "session_id", "store", "stream_interval", "user", "verbosity",
+})  # fmt: skip
+"""Known, and without influence on the answer: accepted even where unknown parameters are refused."""
+
+
+def refuse_unknown(body: Mapping[str, Any], schema: type[BaseModel], table: Mapping[str, _Neutral]) -> None:
+    """For --strict-params. Raises InvalidRequest for the first parameter that nobody knows."""
+    for name in body:
+        if name not in schema.model_fields and name not in table and name not in BOOKKEEPING:
+            shown = bounded(name, 100)
+            raise InvalidRequest(f"Unknown parameter: {shown}.", param=shown, code="unknown_parameter")
 
 
 def refuse_unsupported(body: Mapping[str, Any], table: Mapping[str, _Neutral]) -> None:

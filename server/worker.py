@@ -185,6 +185,9 @@ class Worker:
             chat_template=config.chat_template,
             generation_config=config.generation_config,
             enable_prompt_embeds=config.enable_prompt_embeds,
+            honour_priority=config.scheduling_policy == "priority",
+            strict_params=config.strict_params,
+            trust_request_template=config.trust_request_chat_template,
             trust_remote_code=config.trust_remote_code,
         )
         return replace(services, created=self._created)

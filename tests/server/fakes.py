@@ -94,6 +94,7 @@ class Submitted:
     sampling: SamplingParams
     n: int
     cache_salt: str
+    priority: int = 0
     aborted: list[int] = field(default_factory=list)
 
 
@@ -122,13 +123,13 @@ class FakeEngine:
         self._metrics = Metrics("tiny")
 
     async def generate(
-        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = ""
+        self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = "", priority: int = 0
     ) -> GenerationStream:
         refusal = self._refuse.pop(0) if self._refuse else None
         if refusal is not None:
             await asyncio.sleep(0.01)
             raise refusal
-        submitted = Submitted(prompt, sampling, n, cache_salt)
+        submitted = Submitted(prompt, sampling, n, cache_salt, priority)
         self.submitted.append(submitted)
         inbox = Inbox(len(self.submitted), n, len(prompt), self._metrics, None)
         self._numbers[inbox.request] = submitted

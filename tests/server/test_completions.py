@@ -14,8 +14,9 @@ import pytest
 from openai.types import Completion
 from safetensors.numpy import save
 from tokenizers.normalizers import Replace
+from tokenizers.processors import TemplateProcessing
 
-from runner.messages import EMBEDDING_ID, Span
+from runner.messages import EMBEDDING_ID, Span, TokenLogprobs
 from server.errors import EngineFailed, QueueFull
 from server.inputs import MAX_CHOICES, MAX_PROMPTS
 from server.logprobs import LogprobFormat
@@ -411,6 +412,141 @@ def test_tokens_as_ids() -> None:
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in (*ids_of("a"), EOS_ID)]
 
 
+# --- more than OpenAI has ---------------------------------------------------------------------------------------------
+
+
+def whole(client: Api, **body: Any) -> dict[str, Any]:
+    """An answer to what cannot be streamed."""
+    response = client.post(ROUTE, body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    Completion.model_validate(answer, strict=True)
+    return answer
+
+
+def test_the_best_of_several_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By log-probability per token: choice 2's one token has the most, then choice 0 (-3 / 2), then 1 (-2)."""
+    values = {ids_of("a")[0]: -2.0, ids_of("b")[0]: -1.0, ids_of("c")[0]: -0.5}
+
+    def logprobs(token: int, _k: int) -> TokenLogprobs:
+        return TokenLogprobs(token, values[token], 1, (), ())
+
+    monkeypatch.setattr(FakeEngine, "_logprobs", staticmethod(logprobs))
+    texts = ["ab", "a", "c"]
+    with api(lambda _ids, choice: Line(ids_of(texts[choice]), "length")) as (client, engine):
+        body = {"prompt": ["x", "y"], "best_of": 3, "max_tokens": 8}
+        one, two = whole(client, **body), whole(client, **body, n=2)
+    assert [(choice["index"], choice["text"]) for choice in one["choices"]] == [(0, "c"), (1, "c")]
+    assert [choice["text"] for choice in two["choices"]] == ["c", "ab"] * 2
+    assert [choice["index"] for choice in two["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in one["choices"])
+    assert one["usage"]["completion_tokens"] == 2 * 4  # what was made, told or not
+    assert {each.n for each in engine.submitted} == {3}
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, ids_of(PROMPT)], ids=["text", "ids"])
+def test_prompt_logprobs(prompt: Any) -> None:
+    with api(say(ANSWER)) as (client, engine):
+        found = [
+            choice["prompt_logprobs"]
+            for choice in whole(client, prompt=[prompt] * 2, n=2, prompt_logprobs=3, max_tokens=5)["choices"]
+        ]
+        none = whole(client, prompt=prompt, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+    ids = ids_of(PROMPT)
+    assert all(each == found[0] for each in found)
+    assert len(found) == 4 and len(found[0]) == len(ids) and found[0][0] is None
+    for token, entry in zip(ids[1:], found[0][1:], strict=True):
+        assert entry[str(token)] == {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer_text([token])}
+        assert len(entry) == 3
+        assert [each["rank"] for each in entry.values()] == [1, 2, 3]
+    assert none == [None, *({str(token): found[0][i][str(token)]} for i, token in enumerate(ids) if i)]
+    assert [each.sampling.prompt_logprobs for each in engine.submitted] == [3, 3, 0]
+
+
+def test_prompt_logprobs_next_to_an_echo() -> None:
+    """Each has as many as it was asked for."""
+    with api(say(ANSWER)) as (client, engine):
+        body = {"prompt": ids_of(PROMPT), "echo": True, "max_tokens": 0}
+        for prompt_logprobs, logprobs in ((5, 1), (1, 5)):
+            response = client.post(ROUTE, {**body, "prompt_logprobs": prompt_logprobs, "logprobs": logprobs})
+            (choice,) = response.json()["choices"]
+            assert {len(entry) for entry in choice["prompt_logprobs"][1:]} == {max(prompt_logprobs, 2)}
+            assert {len(entry) for entry in choice["logprobs"]["top_logprobs"][1:]} == {max(logprobs, 2)}
+    assert {each.sampling.prompt_logprobs for each in engine.submitted} == {5}
+
+
+def test_an_answer_holds_so_many_log_probabilities_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.answer.MAX_PROMPT_LOGPROBS", 3 * 10 * 2 * 2)
+    prompts = [[5] * 10] * 2
+    with api(say(ANSWER)) as (client, engine):
+        whole(client, prompt=prompts, n=2, prompt_logprobs=2)
+        complete(client, prompt=prompts, n=3, echo=True)  # without any
+        assert refused(client, prompt=prompts, n=3, echo=True, logprobs=2)["param"] == "logprobs"
+        response = client.post(ROUTE, {"prompt": prompts, "n": 2, "prompt_logprobs": 3})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert len(engine.submitted) == 3 * 2
+
+
+def test_bans_reach_the_engine() -> None:
+    with api(say(ANSWER)) as (client, engine):
+        complete(client, prompt=PROMPT, allowed_token_ids=[7, 5, 7], bad_words=["is", "Paris"])
+    sampling = engine.submitted[0].sampling
+    assert sampling.allowed_token_ids == (7, 5)
+    # " Paris" is a space and "Paris": one ban is enough. " is" is a token of its own.
+    assert ids_of(" Paris")[1:] == ids_of("Paris")
+    assert set(sampling.bad_words) == {tuple(ids_of(text)) for text in ("is", " is", "Paris")}
+
+
+def test_priorities_where_the_operator_wants_them() -> None:
+    engine = FakeEngine(say(ANSWER))
+    complete(Api(services(engine, honour_priority=True)), prompt=PROMPT, priority=-5)
+    assert engine.submitted[0].priority == -5
+    with api(say(ANSWER)) as (client, _):
+        complete(client, prompt=PROMPT, priority=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncated_prompts(side: str) -> None:
+    ids = ids_of(PROMPT)
+    with api(say(ANSWER)) as (client, engine):
+        body = {"truncate_prompt_tokens": 3, "truncation_side": side, "echo": True, "max_tokens": 1}
+        texts = [complete(client, prompt=prompt, **body)["choices"][0]["text"] for prompt in (PROMPT, ids)]
+        complete(client, prompt=ids, truncate_prompt_tokens=-1)
+        complete(client, prompt=[5] * 500, truncate_prompt_tokens=-1, max_tokens=28)
+        complete(client, prompt=[5] * 200, truncate_prompt_tokens=-1)
+    kept = ids[-3:] if side == "left" else ids[:3]
+    assert texts == [tokenizer_text([*kept, ids_of(ANSWER)[0]])] * 2
+    submitted = [each.prompt.token_ids.tolist() for each in engine.submitted[::2]]
+    assert submitted[:3] == [kept, kept, ids]
+    assert [len(each) for each in submitted[3:]] == [MODEL.max_model_len - 28, MODEL.max_model_len - 16]
+
+
+def test_truncation_keeps_special_tokens_like_the_library() -> None:
+    own = build_tokenizer()
+    backend = own.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    for side in ("left", "right"):
+        for keep in (3, 4, 100):
+            own.truncation_side = side
+            expected = own(PROMPT, truncation=True, max_length=keep)["input_ids"]
+            engine = FakeEngine(say(ANSWER))
+            client = Api(services(engine, tokenizer=Tokenizer(own)))
+            complete(client, prompt=PROMPT, truncate_prompt_tokens=keep, truncation_side=side)
+            assert engine.submitted[0].prompt.token_ids.tolist() == expected
+
+
+def test_embeddings_are_not_truncated() -> None:
+    with api(say(ANSWER)) as (client, _):
+        error = refused(client, prompt_embeds=embedding(2)[0], truncate_prompt_tokens=1)
+    assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_strict_servers() -> None:
+    client = Api(services(FakeEngine(say(ANSWER)), strict_params=True))
+    complete(client, prompt=PROMPT, user="x", seed=1)
+    assert refused(client, prompt=PROMPT, tempersture=1)["code"] == "unknown_parameter"
+
+
 def test_many_logprobs_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
@@ -519,7 +655,16 @@ def test_what_the_engine_is_told() -> None:
     [
         ({"max_tokens": 1000}, "prompt", "context_length_exceeded"),
         ({"n": "2"}, "n", "invalid_value"),
-        ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"best_of": 1, "n": 2}, "best_of", "invalid_value"),
+        ({"best_of": 100, "prompt": ["x"] * 41}, "best_of", "invalid_value"),
+        ({"priority": 1}, "priority", "unsupported_parameter"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": "5"}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),
+        ({"bad_words": [f"{each}" + "pqrstuvw" * 15 for each in range(9)]}, "bad_words", "invalid_value"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter"),
         ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", "invalid_value"),
@@ -528,7 +673,7 @@ def test_what_the_engine_is_told() -> None:
 )
 def test_bad_parameters(body: dict[str, Any], param: str, code: str) -> None:
     with api(say(ANSWER)) as (client, engine):
-        error = refused(client, prompt=PROMPT, **body)
+        error = refused(client, **{"prompt": PROMPT, **body})
         complete(client, prompt=PROMPT)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     assert len(engine.submitted) == 2

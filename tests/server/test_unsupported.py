@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from server.errors import UnsupportedParameter
-from server.unsupported import CHAT, COMPLETION, refuse_unsupported
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.schemas import ChatRequest, CompletionRequest
+from server.unsupported import CHAT, COMPLETION, refuse_unknown, refuse_unsupported
 
 BOTH: list[tuple[str, list[Any], list[Any]]] = [
     # name, values that ask for something, values that do not
@@ -18,13 +19,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     ("structured_outputs", [{"regex": "x"}], [None, {}]),
     ("response_format", [{"type": "json_object"}, {"type": "json_schema"}, "text", {}], [None, {"type": "text"}]),
     ("use_beam_search", [True], [None, False]),
-    ("bad_words", [["x"]], [None, []]),
-    ("allowed_token_ids", [[1]], [None]),
-    ("truncate_prompt_tokens", [-1, 0, 5], [None]),
-    ("prompt_logprobs", [0, 1, -1], [None]),
-    ("priority", [1, -1, True, 0.0], [None, 0]),
     ("length_penalty", [2, True], [None, 1, 1.0]),
-    ("spaces_between_special_tokens", [False], [None, True]),
     ("logits_processors", [["x"]], [None, []]),
     ("lora_path", ["x"], [None]),
     ("detokenize", [False, 1], [None, True]),
@@ -32,6 +27,9 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
 COMPLETION_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("suffix", ["x"], [None, ""]),
     ("messages", [[{"role": "user"}]], [None]),
+    ("max_completion_tokens", [5, 0], [None]),
+    ("top_logprobs", [1], [None]),
+    ("tools", [[{"type": "function"}]], [None, []]),
 ]
 CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("tools", [[{"type": "function"}]], [None, []]),
@@ -43,8 +41,6 @@ CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("web_search_options", [{"search_context_size": "low"}], [None]),
     ("echo", [True], [None, False]),
     ("best_of", [2], [None, 1]),
-    ("chat_template", ["{{ x }}"], [None]),
-    ("documents", [[{"text": "x"}]], [None]),
     ("prompt_embeds", ["x"], [None]),
     ("mm_processor_kwargs", [{"x": 1}], [None, {}]),
     ("moderation", [{"x": 1}], [None]),
@@ -87,3 +83,31 @@ def check(table: Any, name: str, asking: list[Any], neutral: list[Any]) -> None:
 @pytest.mark.parametrize("table", [COMPLETION, CHAT])
 def test_bookkeeping_is_let_through(table: Any) -> None:
     refuse_unsupported(HARMLESS, table)
+
+
+@pytest.mark.parametrize(("schema", "table"), [(CompletionRequest, COMPLETION), (ChatRequest, CHAT)])
+def test_strict_servers_refuse_what_nobody_knows(schema: Any, table: Any) -> None:
+    known = {name: value for name, value in HARMLESS.items() if name != "unheard_of"}
+    refuse_unknown({**known, "temperature": 1, "n": 1, "response_format": None}, schema, table)
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_unknown({**known, "x" * 10_000: 1}, schema, table)
+    assert (caught.value.code, caught.value.param) == ("unknown_parameter", "x" * 100)
+
+
+def parameters_of_the_openai_package() -> list[tuple[Any, Any, str]]:
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
+    found: list[tuple[Any, Any, str]] = []
+    for module, schema, table in (
+        (completion_create_params, CompletionRequest, COMPLETION),
+        (chat_create_params, ChatRequest, CHAT),
+    ):
+        names = set(get_type_hints(module.CompletionCreateParamsBase)) | {"stream"}
+        found += [(schema, table, name) for name in sorted(names)]
+    return found
+
+
+@pytest.mark.parametrize(("schema", "table", "name"), parameters_of_the_openai_package())
+def test_every_parameter_of_the_openai_package_is_known(schema: Any, table: Any, name: str) -> None:
+    refuse_unknown({name: None}, schema, table)
