@@ -118,8 +118,8 @@ async def _from_text_or_ids(
 async def encode_prompt(
     text: str, services: Services, *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
 ) -> list[int]:
-    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long. Also where it would
-    be truncated: a hundred megabytes must not be tokenised for a few words of them."""
+    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long, one that would be
+    truncated included: a hundred megabytes must not be tokenised for a few words of them."""
     limit = services.model.max_model_len
     if services.tokenizer.is_longer_than(text, limit):
         raise ContextLengthExceeded(

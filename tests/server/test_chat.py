@@ -152,6 +152,65 @@ def test_template_variables() -> None:
     assert prompt_of(engine) == "calm"
 
 
+def test_a_template_that_knows_developers_and_documents() -> None:
+    engine = FakeEngine(say(ANSWER))
+    text = "{% if messages[0].role == 'developer' %}{{ documents[0].text }}{% endif %}"
+    client = Api(services(engine, chat_template=ChatTemplate(tokenizer(), text)))
+    chat(client, messages=[{"role": "developer", "content": "x"}], documents=[{"text": "paper"}])
+    assert prompt_of(engine) == "paper"
+
+
+def test_a_template_of_the_requests_own() -> None:
+    """Only where the operator has said so."""
+    engine = FakeEngine(say(ANSWER))
+    chat(Api(services(engine, trust_request_template=True)), chat_template="{{ messages[0].content }}!")
+    assert prompt_of(engine) == "hello!"
+
+
+def test_a_conversation_that_is_cut() -> None:
+    with api(say(ANSWER)) as (client, engine):
+        full = client.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+        chat(client, truncate_prompt_tokens=4)
+        long = [{"role": "user", "content": "9" * 500}]
+        chat(client, messages=long, truncate_prompt_tokens=-1)
+        chat(client, messages=long, truncate_prompt_tokens=-1, max_completion_tokens=20, max_tokens=5)
+    submitted = [each.prompt.token_ids.tolist() for each in engine.submitted[::2]]
+    assert submitted[0] == full[-4:]
+    assert [len(each) for each in submitted[1:]] == [MODEL.max_model_len - 1, MODEL.max_model_len - 20]
+
+
+def test_prompt_logprobs() -> None:
+    with api(say(ANSWER)) as (client, engine):
+        response = client.post(ROUTE, {"messages": HELLO, "n": 2, "prompt_logprobs": 2})
+    answer = response.json()
+    ChatCompletion.model_validate(answer, strict=True)
+    ids = engine.submitted[0].prompt.token_ids.tolist()
+    first, *entries = answer["prompt_logprobs"]
+    assert first is None and len(entries) == len(ids) - 1
+    for token, entry in zip(ids[1:], entries, strict=True):
+        assert (entry[str(token)]["logprob"], entry[str(token)]["rank"], len(entry)) == (-1.0, 2, 2)
+
+
+def test_the_service_tier_is_told_to_those_who_name_one() -> None:
+    with api(say(ANSWER)) as (client, _):
+        assert chat(client, service_tier="flex")["service_tier"] == "default"
+        assert "service_tier" not in chat(client)
+
+
+def test_max_completion_tokens_wins() -> None:
+    with api(say(ANSWER)) as (client, engine):
+        chat(client, max_completion_tokens=3, max_tokens=5)
+        chat(client, max_tokens=5)
+    assert [each.sampling.max_tokens for each in engine.submitted[::2]] == [3, 5]
+
+
+def test_strict_servers() -> None:
+    client = Api(services(FakeEngine(say(ANSWER)), strict_params=True))
+    chat(client, metadata={"a": "b"}, store=False)
+    error = client.post(ROUTE, {"messages": HELLO, "max_token": 5}).json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_parameter", "max_token")
+
+
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "tools", "conversation", "self", "padding"])
 def test_variables_that_are_ours(name: str) -> None:
     with api(say(ANSWER)) as (client, _):
@@ -172,6 +231,15 @@ def test_variables_that_are_ours(name: str) -> None:
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"messages": HELLO, "echo": True}, "echo", "unsupported_parameter"),
+        ({"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
+        ({"messages": HELLO, "documents": [{"text": "x"}]}, "documents", "unsupported_parameter"),
+        ({"messages": HELLO, "documents": "x"}, "documents", "unsupported_parameter"),
+        ({"messages": HELLO, "priority": -1}, "priority", "unsupported_parameter"),
+        (
+            {"messages": HELLO, "chat_template_kwargs": {"x": 1}, "add_generation_prompt": 1},
+            "add_generation_prompt",
+            "invalid_value",
+        ),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"messages": HELLO, "model": "other"}, "model", "model_not_found"),
     ],

@@ -57,6 +57,37 @@ def test_other_failures_are_the_requests_too(template: str) -> None:
         render(template)
 
 
+@pytest.mark.parametrize("options", [{"variables": {"x": 1}}, {"messages": HELLO * 40}, {"template": "own"}])
+def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """It is not rendered where it would hold up everybody, and it is given up."""
+    monkeypatch.setattr("server.chat_template._MAX_SECONDS", 0.05)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    if "template" in options:
+        options, override = {**options, "template": loop}, None
+    else:
+        override = loop
+    with pytest.raises(InvalidRequest, match="takes longer") as caught:
+        render(override, **options)
+    assert caught.value.param == "messages"
+
+
+def test_documents() -> None:
+    assert render("{{ documents[0].title }}", documents=[{"title": "a"}]) == "a"
+
+
+def test_a_template_for_one_request() -> None:
+    assert render("{{ 'operator' }}", template="{{ messages[0].content }}?") == "hello?"
+
+
+def test_words_of_a_template() -> None:
+    template = ChatTemplate(tokenizer(), "{{ documents }}")
+    assert template.mentions("documents") and not template.mentions("developer")
+    assert template.mentions("developer", "{{ developer }}") and not template.mentions("documents", "x")
+    own = build_tokenizer()
+    own.chat_template = {"default": "a", "rag": "{{ documents }}"}
+    assert ChatTemplate(Tokenizer(own)).mentions("documents")
+
+
 def test_the_sandbox_holds() -> None:
     with pytest.raises(InvalidRequest):
         render("{{ messages.append.__globals__ }}")

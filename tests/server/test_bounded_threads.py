@@ -1,0 +1,93 @@
+"""Work that takes too long, work that nobody waits for, and work that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from server.bounded_threads import BoundedThreads, TookTooLong
+
+
+def endless(began: threading.Event, ended: list[str]) -> Callable[[], None]:
+    """Ends only when it is interrupted, and says by what."""
+
+    def work() -> None:
+        began.set()
+        try:
+            while True:
+                try:
+                    sum(range(100))
+                except Exception:  # noqa: S112 - like a template that catches whatever it can
+                    continue
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+
+    return work
+
+
+def test_what_takes_too_long_is_interrupted() -> None:
+    ended: list[str] = []
+
+    async def main() -> int:
+        threads = BoundedThreads(1, 0.05, "test")
+        try:
+            with pytest.raises(TimeoutError):
+                await threads.run(endless(threading.Event(), ended))
+            # The one thread is free again.
+            return await threads.run(lambda: 7)
+        finally:
+            threads.close()
+
+    assert asyncio.run(main()) == 7
+    assert ended == [TookTooLong.__name__]
+
+
+def test_what_nobody_waits_for_is_interrupted() -> None:
+    ended: list[str] = []
+
+    async def main() -> int:
+        threads = BoundedThreads(1, 3600, "test")
+        began = threading.Event()
+        try:
+            running = asyncio.create_task(threads.run(endless(began, ended)))
+            queued = asyncio.create_task(threads.run(lambda: ended.append("never")))
+            await asyncio.to_thread(began.wait)
+            running.cancel()
+            queued.cancel()
+            await asyncio.gather(running, queued, return_exceptions=True)
+            return await threads.run(lambda: 7)
+        finally:
+            threads.close()
+
+    assert asyncio.run(main()) == 7
+    assert ended == [TookTooLong.__name__]
+
+
+def test_time_in_the_queue_does_not_count() -> None:
+    """The second one waits for the first for longer than either may take."""
+
+    async def main() -> list[bool]:
+        threads = BoundedThreads(1, 1.0, "test")
+        never = threading.Event()
+        try:
+            return await asyncio.gather(*(threads.run(lambda: never.wait(0.4)) for _ in range(4)))
+        finally:
+            threads.close()
+
+    assert asyncio.run(main()) == [False] * 4
+
+
+def test_errors_come_through() -> None:
+    async def main() -> None:
+        threads = BoundedThreads(1, 10, "test")
+        try:
+            await threads.run(lambda: 1 / 0)
+        finally:
+            threads.close()
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
