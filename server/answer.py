@@ -7,9 +7,10 @@ aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from server.bad_words import bad_word_ids
 from server.batch import Batch, EngineRequest
 from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
-from server.errors import EngineFailed, InvalidRequest, UnsupportedParameter
+from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
 from server.generation import ChoiceEvent
 from server.inputs import Prompt
 from server.sampling import common_params, params_for_prompt
@@ -152,6 +153,9 @@ class Answer:
         self._batch = batch
         self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
+        self._aborted = False
+        self.on_close: Callable[[], None] | None = None
+        """Called when nothing more is made of the answer."""
 
     @property
     def usage(self) -> Usage:
@@ -172,33 +176,31 @@ class Answer:
                             self._batch.abort(index, delta.index - prompt.first_index)
                     self._completion_tokens += delta.num_new_tokens
                     yield delta
+        if self._aborted:
+            raise RequestAborted
         if unfinished:
             raise EngineFailed
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """End every choice; whoever reads the deltas gets RequestAborted."""
+        self._aborted = True
         self._batch.close()
 
+    def close(self) -> None:
+        self._batch.close()
+        if self.on_close is not None:
+            self.on_close()
 
-async def open_answer(request: GenerationRequest, prompts: Sequence[Prompt], services: Services) -> Answer:
-    """Check the parameters against the model and queue every prompt. Raises APIError."""
+
+async def open_answer(
+    request: GenerationRequest, prompts: Sequence[Prompt], services: Services, answer_id: str = ""
+) -> Answer:
+    """Check the parameters against the model and queue every prompt. `answer_id`: by which it can be aborted.
+
+    Raises APIError.
+    """
     n = request.num_made
-    if request.priority and not services.honour_priority:
-        raise UnsupportedParameter("This server serves requests in their order: priority must be 0.", param="priority")
-    common = common_params(request, services.model, services.defaults)
-    if request.bad_words:
-        words = await bad_word_ids(request.bad_words, services.tokenizer)
-        common = msgspec.structs.replace(common, bad_words=words)
-    sampling = [
-        params_for_prompt(
-            common,
-            request,
-            prompt_tokens=len(prompt),
-            max_model_len=services.model.max_model_len,
-            param=prompt.param,
-        )
-        for prompt in prompts
-    ]
-    _check_size(prompts, sampling, n)
+    sampling = await sampling_params(request, prompts, services)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(_prompt_answer(request, prompt, index * n, n, params, services))
@@ -207,7 +209,30 @@ async def open_answer(request: GenerationRequest, prompts: Sequence[Prompt], ser
         EngineRequest(prompt.rows, params, n, request.cache_salt or "", request.priority or 0)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
-    return Answer(answers, await Batch.open(services.engine, requests))
+    answer = Answer(answers, await Batch.open(services.engine, requests))
+    if answer_id:
+        services.running.add(answer_id, answer)
+        answer.on_close = partial(services.running.remove, answer_id)
+    return answer
+
+
+async def sampling_params(
+    request: GenerationRequest, prompts: Sequence[Prompt], services: Services
+) -> list[SamplingParams]:
+    """Each prompt's. Raises APIError for what this model or server cannot do."""
+    if request.priority and not services.honour_priority:
+        raise UnsupportedParameter("This server serves requests in their order: priority must be 0.", param="priority")
+    common = common_params(request, services.model, services.defaults)
+    if request.bad_words:
+        words = await bad_word_ids(request.bad_words, services.tokenizer)
+        common = msgspec.structs.replace(common, bad_words=words)
+    limit = services.model.max_model_len
+    sampling = [
+        params_for_prompt(common, request, prompt_tokens=len(prompt), max_model_len=limit, param=prompt.param)
+        for prompt in prompts
+    ]
+    _check_size(prompts, sampling, request.num_made)
+    return sampling
 
 
 def _check_size(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], n: int) -> None:

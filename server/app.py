@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from server import chat, completions, models, tokenize
+from server import abort, chat, completions, models, render, tokenize
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
@@ -12,6 +12,7 @@ from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.gate import Gate
 from server.lifecycle import Lifecycle
+from server.openapi import install_openapi
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 
@@ -22,8 +23,9 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
-    for module in (completions, chat, models, tokenize):
+    for module in (completions, chat, render, models, tokenize, abort):
         app.include_router(module.router)
+    install_openapi(app)
 
     def body_limit() -> int:
         model = engine.model

@@ -1,4 +1,4 @@
-"""Middleware: every route needs one of the server's API keys, except the three probes. Deny by default: a route that is
+"""Middleware: every route needs one of the server's API keys, except the probes. Deny by default: a route that is
 added tomorrow is guarded too, and so is every path that does not exist."""
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import Unauthorized
+from server.request_context import current_request
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"})
 """Compared with the exact path that the router matches: `//livez` and `/livez/` are other paths, and need a key."""
 
 
@@ -26,17 +27,20 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digests and scope["type"] != "lifespan":
             open_path = scope["type"] == "http" and scope["path"] in OPEN_PATHS
-            if not open_path and not self._knows(Headers(scope=scope).get("authorization", "")):
+            key = self._find(Headers(scope=scope).get("authorization", ""))
+            if key is None and not open_path:
                 error = Unauthorized("The API key is missing or wrong: send it as 'Authorization: Bearer KEY'.")
                 await error.response()(scope, receive, send)
                 return
+            context = current_request.get()
+            if context is not None:
+                context.api_key = key
         await self._app(scope, receive, send)
 
-    def _knows(self, authorization: str) -> bool:
-        """Digests have one length and every one is compared, so that the time taken tells nothing about the keys."""
+    def _find(self, authorization: str) -> int | None:
+        """Which key it is, or None. Digests have one length and every one is compared, so that the time taken tells
+        nothing about the keys."""
         scheme, _, key = authorization.partition(" ")
         digest = sha256(key.strip().encode("latin-1")).digest()  # The bytes as they came.
-        known = False
-        for each in self._digests:
-            known |= compare_digest(each, digest)
-        return known and scheme.lower() == "bearer"
+        known = [index for index, each in enumerate(self._digests) if compare_digest(each, digest)]
+        return known[0] if known and scheme.lower() == "bearer" else None

@@ -16,6 +16,7 @@ from server.conversation import parse_documents, parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.inputs import Prompt, encode_prompt
 from server.logprobs import LogprobFormat
+from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse
@@ -26,27 +27,33 @@ from server.unsupported import CHAT, refuse_unknown, refuse_unsupported
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
     # The body has no name here, so that `_chat` can let go of it.
     return await run_handler(request, _chat(await read_json(request), services_of(request)))
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
-    refuse_unsupported(body, CHAT)
-    request = parse(ChatRequest, body)
-    if services.strict_params:
-        refuse_unknown(body, ChatRequest, CHAT)
+    request = parse_chat(body, services)
     del body
-    check_generation(request)
     envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
     prompt = Prompt.from_token_ids(await chat_prompt_ids(request, services), "messages")
     form = ChatFormat(request, prompt, services)
-    answer = await open_answer(request, [prompt], services)
+    answer = await open_answer(request, [prompt], services, envelope.id)
     release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
     return await whole_response(answer, form, envelope)
+
+
+def parse_chat(body: Mapping[str, Any], services: Services) -> ChatRequest:
+    """Raises InvalidRequest."""
+    refuse_unsupported(body, CHAT)
+    request = parse(ChatRequest, body)
+    if services.strict_params:
+        refuse_unknown(body, ChatRequest, CHAT)
+    check_generation(request)
+    return request
 
 
 async def chat_prompt_ids(request: ChatRequest | TokenizeRequest, services: Services) -> list[int]:

@@ -79,6 +79,14 @@ class ChatTemplate:
                 f"The chat template takes longer than {_MAX_SECONDS:g} s for these messages.", param="messages"
             ) from None
 
+    @property
+    def source(self) -> str | None:
+        """The template's text: of several, the one for plain conversations. None where there is none."""
+        text = self._override or self._tokenizer.chat_template
+        if isinstance(text, dict):
+            text = text.get("default")
+        return text if isinstance(text, str) else None
+
     def mentions(self, word: str, template: str | None = None) -> bool:
         """Whether the template (`template`, or else the server's) has `word` in it, so that it may know such a role or
         variable. Without the word it certainly does not."""

@@ -13,6 +13,7 @@ from server.body import read_json
 from server.choices import Delta, TokenRecord
 from server.inputs import completion_prompts
 from server.logprobs import LogprobFormat
+from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse
@@ -22,30 +23,36 @@ from server.unsupported import COMPLETION, refuse_unknown, refuse_unsupported
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
 async def completions(request: Request) -> Response:
     # The body has no name here, so that `_complete` can let go of it.
     return await run_handler(request, _complete(await read_json(request), services_of(request)))
 
 
 async def _complete(body: Mapping[str, Any], services: Services) -> Response:
-    refuse_unsupported(body, COMPLETION)
-    request = parse(CompletionRequest, body)
-    if services.strict_params:
-        refuse_unknown(body, CompletionRequest, COMPLETION)
-    check_generation(request)
+    request = parse_completion(body, services)
     envelope = Envelope.new("cmpl", services.model_name(request.model), services.system_fingerprint)
     prompts = await completion_prompts(request, services)
     # Embeddings may be a hundred megabytes as text and as rows, and an answer takes its time: neither is held for it.
     del body
     request = request.model_copy(update={"prompt": None, "prompt_embeds": None})
     form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
-    answer = await open_answer(request, prompts, services)
+    answer = await open_answer(request, prompts, services, envelope.id)
     del prompts
     release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)
     return await whole_response(answer, form, envelope, request.n or 1)
+
+
+def parse_completion(body: Mapping[str, Any], services: Services) -> CompletionRequest:
+    """Raises InvalidRequest."""
+    refuse_unsupported(body, COMPLETION)
+    request = parse(CompletionRequest, body)
+    if services.strict_params:
+        refuse_unknown(body, CompletionRequest, COMPLETION)
+    check_generation(request)
+    return request
 
 
 class CompletionFormat:

@@ -120,6 +120,13 @@ class EngineFailed(APIError):
         super().__init__(503, message or ENGINE_STOPPED, type=SERVER_ERROR, code="engine_failed")
 
 
+class RequestAborted(APIError):
+    """Somebody has ended the answer through /abort. 499: no client library sends the request again by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "The request was aborted.", code="request_aborted")
+
+
 class InternalError(APIError):
     """A fault of ours. Says nothing: the log has it."""
 

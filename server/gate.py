@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.lifecycle import Lifecycle
 
-OPERATOR_PATHS = frozenset({"/health", "/livez", "/readyz", "/version", "/metrics"})
+OPERATOR_PATHS = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/readyz", "/version"})
 """Answered in every phase. Compared with the exact path that the router matches."""
 
 

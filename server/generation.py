@@ -230,6 +230,7 @@ class GenerationStream:
         self._owner.abort(inbox, -1 if not inbox.open else choice)
         if not inbox.open:
             self._owner.forget(inbox)
+            inbox._wake()  # the reader, where somebody else has aborted
 
     async def aclose(self) -> None:
         """Abort what has not ended. Needs no waiting, so that it also works in a task that is being cancelled."""

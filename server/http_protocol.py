@@ -12,6 +12,7 @@ import json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import APIError
+from server.request_context import new_request_id
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together."""
@@ -121,6 +122,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
                 b"content-type: application/json\r\n",
                 b"content-length: %d\r\n" % len(body),
+                b"x-request-id: %b\r\n" % new_request_id().encode(),
                 b"connection: close\r\n\r\n",
             ]
             self.transport.write(b"".join(head) + body)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
@@ -33,17 +34,30 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
         """The server's version."""
         return {"version": package_version()}
 
+    async def load() -> dict[str, int]:
+        """How many API requests are being answered."""
+        return {"server_load": lifecycle.in_flight}
+
     async def metrics_(request: Request) -> Response:
         """Prometheus metrics."""
         body, content_type = metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    methods = ["GET", "HEAD"]
-    router.add_api_route("/health", readyz, methods=methods, summary="Alias of /readyz", operation_id="health")
-    router.add_api_route("/readyz", readyz, methods=methods, operation_id="readyz")
-    router.add_api_route("/livez", livez, methods=methods, operation_id="livez")
+    for path, probe in (("/health", readyz), ("/ping", readyz), ("/readyz", readyz), ("/livez", livez)):
+        summary = "Alias of /readyz" if probe is readyz and path != "/readyz" else None
+        router.add_api_route(path, probe, methods=["GET"], summary=summary, operation_id=path[1:])
+        router.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/version", version_, methods=["GET"], operation_id="version")
-    router.add_api_route("/metrics", metrics_, methods=["GET"], operation_id="metrics")
+    router.add_api_route("/load", load, methods=["GET"], operation_id="load")
+    formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
+    router.add_api_route(
+        "/metrics",
+        metrics_,
+        methods=["GET"],
+        operation_id="metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"content": formats}},
+    )
     return router
 
 

@@ -6,10 +6,16 @@ and no route in between has to pass anything on.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+
+def new_request_id() -> str:
+    """The `x-request-id` of an answer."""
+    return f"req-{secrets.token_hex(12)}"
 
 
 @dataclass(slots=True)
@@ -20,6 +26,8 @@ class RequestContext:
     """Ours, also sent as `x-request-id`."""
     client_id: str = ""
     """The client's own `x-request-id`, for the log line and for nothing else."""
+    api_key: int | None = None
+    """Which of the server's API keys it came with."""
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     complete: bool = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import InternalError, log_exception
 from server.gate import OPERATOR_PATHS
 from server.metrics import Metrics
-from server.request_context import RequestContext, current_request
+from server.request_context import RequestContext, current_request, new_request_id
 
 logger = logging.getLogger("intarsia.request")
 
@@ -37,7 +36,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         client_id = Headers(scope=scope).get("x-request-id", "")
-        context = RequestContext(f"req-{secrets.token_hex(12)}", client_id if _CLIENT_ID.fullmatch(client_id) else "")
+        context = RequestContext(new_request_id(), client_id if _CLIENT_ID.fullmatch(client_id) else "")
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

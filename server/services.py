@@ -14,6 +14,7 @@ from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.errors import ModelNotFound, Unavailable, bounded
+from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Services:
     """Whether parameters that nobody knows are refused."""
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
+    running: RunningAnswers = field(default_factory=RunningAnswers)
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970: when the model became available."""
 

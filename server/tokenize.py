@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize (also under /v1): the model's tokenizer, as evaluation harnesses ask for it."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info (also under /v1): the model's tokenizer, as evaluation harnesses
+ask for it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from server.body import read_json
 from server.chat import chat_prompt_ids
 from server.errors import InvalidRequest
 from server.inputs import check_token_ids, encode_prompt
+from server.openapi import json_body
 from server.respond import run_handler
 from server.schemas import DetokenizeRequest, TokenizeRequest, parse
 from server.services import Services, services_of
@@ -20,18 +22,38 @@ from server.services import Services, services_of
 router = APIRouter()
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+@router.post("/v1/tokenize", openapi_extra=json_body(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     body = await read_json(request)
     return await run_handler(request, _tokenize(body, services_of(request)))
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+@router.post("/v1/detokenize", openapi_extra=json_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     body = await read_json(request)
     return _detokenize(body, services_of(request))
+
+
+@router.get("/tokenizer_info")
+@router.get("/v1/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What a harness needs in order to use this tokenizer from afar."""
+    services = services_of(request)
+    own = services.tokenizer.transformers
+    return _json(
+        {
+            "tokenizer_class": type(own).__name__,
+            "vocab_size": services.tokenizer.vocabulary.size,
+            "model_max_length": services.model.max_model_len,
+            "bos_token": own.bos_token,
+            "eos_token": own.eos_token,
+            "pad_token": own.pad_token,
+            "unk_token": own.unk_token,
+            "chat_template": services.chat_template.source,
+        }
+    )
 
 
 async def _tokenize(body: Mapping[str, Any], services: Services) -> Response:

@@ -25,7 +25,7 @@ from runner.messages import (
     Started,
     TokenLogprobs,
 )
-from server import chat, completions, models, tokenize
+from server import abort, chat, completions, models, render, tokenize
 from server.chat_template import ChatTemplate
 from server.errors import APIError, install_error_handlers
 from server.generation import GenerationStream, Inbox
@@ -210,7 +210,7 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
 def application(given: Services) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    for module in (completions, chat, models, tokenize):
+    for module in (completions, chat, render, models, tokenize, abort):
         app.include_router(module.router)
     app.state.services = given
     return app

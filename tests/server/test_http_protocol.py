@@ -21,11 +21,13 @@ def exchange(server: ServerProcess, data: bytes) -> tuple[int, dict[str, object]
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
         connection.sendall(data)
         status = int(stream.readline().split()[1])
-        length = 0
+        length, ids = 0, list[bytes]()
         while (line := stream.readline().strip()) != b"":
             name, _, value = line.partition(b":")
             if name.lower() == b"content-length":
                 length = int(value)
+            ids += [value.strip()] * (name.lower() == b"x-request-id")
+        assert len(ids) == 1 and ids[0].startswith(b"req-"), "an answer without an id of ours"
         return status, json.loads(stream.read(length) or b"{}")
 
 

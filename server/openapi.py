@@ -1,0 +1,77 @@
+"""/openapi.json with typed bodies and OpenAI's errors. The routes read and check their bodies themselves, so the
+framework knows nothing of them: `json_body` tells it, `install_openapi` adds what the bodies refer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from server.schemas import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    AbortRequest,
+)
+"""Every schema that `json_body` is called with."""
+
+_REF = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERROR_RESPONSE = {
+    "description": "An error.",
+    "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
+}
+
+
+def json_body(schema: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """A route's `openapi_extra`. `streams`: it may also answer with server-sent events."""
+    body = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": body}}
+    if streams:
+        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    return extra
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Make `app.openapi()` complete. Called once, when all routes are there."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _complete(generate())
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete(document: dict[str, Any]) -> None:
+    _, bodies = models_json_schema([(schema, "validation") for schema in BODIES], ref_template=_REF)
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    components.update(bodies["$defs"], Error=_ERROR)
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.pop(name, None)
+    for path in document["paths"].values():
+        for operation in path.values():
+            responses = operation["responses"]
+            responses.pop("422", None)  # the framework's own; ours are 400
+            responses.update({"4XX": _ERROR_RESPONSE, "5XX": _ERROR_RESPONSE})

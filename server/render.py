@@ -1,0 +1,76 @@
+"""POST /v1/completions/render and /v1/chat/completions/render: what a request's prompt becomes. The request is checked
+as if it were sent, and nothing is generated. For clients that embed or route a prompt before they send it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.answer import sampling_params
+from server.body import read_json
+from server.chat import chat_prompt_text, encode_chat_text, parse_chat
+from server.completions import parse_completion
+from server.inputs import Prompt, completion_prompts
+from server.openapi import json_body
+from server.respond import run_handler
+from server.schemas import ChatRequest, CompletionRequest
+from server.services import Services, services_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions/render", openapi_extra=json_body(CompletionRequest))
+async def render_completion(request: Request) -> Response:
+    """A list, one object a prompt."""
+    body = await read_json(request)
+    return await run_handler(request, _completion(body, services_of(request)))
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=json_body(ChatRequest))
+async def render_chat(request: Request) -> Response:
+    """One object."""
+    body = await read_json(request)
+    return await run_handler(request, _chat(body, services_of(request)))
+
+
+async def _completion(body: Mapping[str, Any], services: Services) -> Response:
+    request = parse_completion(body, services)
+    model = services.model_name(request.model)
+    prompts = await completion_prompts(request, services)
+    await sampling_params(request, prompts, services)
+    return _json([_rendered(model, prompt, _text(prompt, services), services) for prompt in prompts])
+
+
+async def _chat(body: Mapping[str, Any], services: Services) -> Response:
+    request = parse_chat(body, services)
+    model = services.model_name(request.model)
+    text = await chat_prompt_text(request, services)
+    prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+    await sampling_params(request, [prompt], services)
+    return _json(_rendered(model, prompt, text, services))
+
+
+def _text(prompt: Prompt, services: Services) -> str | None:
+    if prompt.text is not None:
+        return prompt.text
+    if not prompt.token_ids:  # embeddings
+        return None
+    return services.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _rendered(model: str, prompt: Prompt, text: str | None, services: Services) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": text,
+        "token_ids": list(prompt.token_ids) or None,
+        "count": len(prompt),
+        "max_model_len": services.model.max_model_len,
+    }
+
+
+def _json(body: Mapping[str, Any] | Sequence[Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

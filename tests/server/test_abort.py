@@ -1,0 +1,93 @@
+"""POST /abort, over real connections: who may end an answer, and what its reader gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.models import Family
+from tests.server.harness import ServerProcess, completion, eventually
+from tests.server.scripted_runner import Script
+
+KEYS = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def slow(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A token takes it a fiftieth of a second: nothing here is ever complete."""
+    script = Script(model=str(tiny_model("llama")), step_seconds=0.02)
+    with ServerProcess(script, tmp_path_factory.mktemp("slow"), api_keys=KEYS) as server:
+        yield server.wait_ready()
+
+
+def client_of(server: ServerProcess, key: str = KEYS[0]) -> httpx.Client:
+    return server.client(headers={"Authorization": f"Bearer {key}"})
+
+
+def events(response: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in response.iter_lines() if line)
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream(slow: ServerProcess, prompts: int, n: int) -> None:
+    body = completion(400, prompt=[[5, 6, 7]] * prompts, n=n, stream=True)
+    with client_of(slow) as client, client.stream("POST", "/v1/completions", json=body) as response:
+        stream = events(response)
+        answer_id = json.loads(next(stream))["id"]
+        aborts = len(slow.messages("abort"))
+        assert client.get("/load").json() == {"server_load": 1}
+        assert client.post("/abort", json={"id": answer_id}).json() == {"id": answer_id, "aborted": True}
+        *chunks, error, done = stream
+    assert done == "[DONE]"
+    assert json.loads(error)["error"]["code"] == "request_aborted"
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in json.loads(chunk)["choices"])
+    eventually(lambda: len(slow.messages("abort")) == aborts + prompts)
+    with client_of(slow) as client:
+        # Only once.
+        assert client.post("/abort", json={"id": answer_id}).status_code == 404
+        assert client.get("/load").json() == {"server_load": 0}
+
+
+def test_whose_it_is_not(slow: ServerProcess) -> None:
+    body = completion(400, stream=True)
+    with (
+        client_of(slow) as client,
+        client_of(slow, KEYS[1]) as other,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        stream = events(response)
+        answer_id = json.loads(next(stream))["id"]
+        refused = other.post("/abort", json={"id": answer_id})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+        assert httpx.post(slow.base + "/abort", json={"id": answer_id}).status_code == 401
+        assert json.loads(next(stream))["choices"]
+        assert client.post("/abort", json={"id": answer_id}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"id": "cmpl-" + "0" * 32}, 404), ({}, 400), ({"id": ""}, 400), ({"id": "x" * 129}, 400), ({"id": 5}, 400)],
+)
+def test_ids_that_are_none(slow: ServerProcess, body: dict[str, Any], status: int) -> None:
+    with client_of(slow) as client:
+        answer = client.post("/abort", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, "id")
+
+
+def test_answers_that_have_ended_are_forgotten(slow: ServerProcess) -> None:
+    with client_of(slow) as client:
+        answer = client.post("/v1/completions", json=completion(2))
+        assert answer.status_code == 200
+        assert client.post("/abort", json={"id": answer.json()["id"]}).status_code == 404
+
+
+def test_ping(slow: ServerProcess) -> None:
+    """As /health; whoever asks has no key."""
+    assert httpx.get(slow.base + "/ping").json() == {"status": "ok"}
+    assert httpx.get(slow.base + "/load").status_code == 401

@@ -1,0 +1,84 @@
+"""/openapi.json: every body is described, and the descriptions say what the routes do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from server.config import ServerConfig
+from server.engine_client import EngineClient
+from server.lifecycle import Lifecycle
+from server.metrics import Metrics
+from server.schemas import ChatRequest, CompletionRequest
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    engine = EngineClient(Metrics("m"))
+    try:
+        app = create_app(ServerConfig(), engine, Lifecycle(engine))
+        assert app.openapi() is app.openapi()
+        return app.openapi()
+    finally:
+        engine.remove_folder()
+        engine._context.destroy(linger=0)
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method} {path}", operation
+
+
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if key == "$ref")
+        node = list(node.values())
+    if isinstance(node, list):
+        for each in node:
+            yield from references(each)
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert len(found) > 5
+    for reference in found:
+        node: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+        assert isinstance(node, dict)
+
+
+def test_every_post_has_a_typed_body(document: dict[str, Any]) -> None:
+    posts = {name: operation for name, operation in operations(document) if name.startswith("post ")}
+    assert len(posts) >= 9
+    for name, operation in posts.items():
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["type"] == "object", name
+
+
+@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest])
+def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], schema: type[CompletionRequest]) -> None:
+    described = document["components"]["schemas"][schema.__name__]["properties"]
+    assert set(described) == set(schema.model_fields)
+    assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in described["temperature"]["anyOf"]
+    # Not one field is simply anything, those included that are checked by hand.
+    assert all({"type", "anyOf", "$ref"} & set(each) for each in described.values())
+
+
+def test_errors_are_openais_and_nothing_else(document: dict[str, Any]) -> None:
+    for name, operation in operations(document):
+        assert "422" not in operation["responses"], name
+        for status in ("4XX", "5XX"):
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/Error"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_streams_are_announced(document: dict[str, Any]) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
