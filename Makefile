@@ -10,6 +10,7 @@
 PYTHON   ?= python3
 VENV     ?= .venv
 VENV_MIN ?= .venv-min
+VENV_COMPAT ?= .venv-compat
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS     ?=
@@ -21,7 +22,7 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-min matrix fuzz gpu-test lint types format check bench bench-frontend gpu-bench \
+.PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend gpu-bench \
         gpu-bench-serve clean
 
 help: ## list the targets
@@ -64,6 +65,15 @@ matrix: $(STAMP) ## run the whole parity matrix (long)
 fuzz: $(STAMP) ## run the fuzz tests at full length (long)
 	$(PY) -m pytest --long -m fuzz $(ARGS)
 
+# Clients of other people, pinned: what docs/compatibility.md says was seen with these.
+$(VENV_COMPAT)/.installed: Makefile
+	test -x $(VENV_COMPAT)/bin/python || $(PYTHON) -m venv $(VENV_COMPAT)
+	$(VENV_COMPAT)/bin/python $(pip) "lm_eval[api]==0.4.13" "schemathesis==4.32.5"
+	touch $@
+
+compat: $(STAMP) $(VENV_COMPAT)/.installed ## run clients of other people against a server, from .venv-compat (long)
+	$(PY) -m tests.compat $(VENV_COMPAT)/bin/python
+
 gpu-test: $(STAMP) ## run what a CUDA device can test (VENV= PYTHON=python3 uses the machine's own torch)
 	$(PY) -m pytest tests/gpu tests/runner/kernels $(ARGS)
 
@@ -93,5 +103,5 @@ gpu-bench-serve: $(STAMP) ## measure the server over HTTP on this machine's GPU,
 	$(PY) -m tests.gpu.bench_serve $(ARGS)
 
 clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
-	rm -rf .venv .venv-min build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-min .venv-compat build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

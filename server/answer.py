@@ -221,7 +221,9 @@ async def sampling_params(
 ) -> list[SamplingParams]:
     """Each prompt's. Raises APIError for what this model or server cannot do."""
     if request.priority and not services.honour_priority:
-        raise UnsupportedParameter("This server serves requests in their order: priority must be 0.", param="priority")
+        raise UnsupportedParameter(
+            "priority must be 0: this server was started without --scheduling-policy priority.", param="priority"
+        )
     common = common_params(request, services.model, services.defaults)
     if request.bad_words:
         words = await bad_word_ids(request.bad_words, services.tokenizer)
@@ -243,10 +245,11 @@ def _check_size(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], n
         if params.prompt_logprobs is not None
     )
     if entries * n > MAX_PROMPT_LOGPROBS:
+        param = "prompt_logprobs" if sampling[0].logprobs is None else "logprobs"
         raise InvalidRequest(
-            f"The prompts have more than {MAX_PROMPT_LOGPROBS} log-probabilities (tokens, times one more than are asked"
-            " for at each, times choices).",
-            param="prompt_logprobs" if sampling[0].logprobs is None else "logprobs",
+            f"{param}: at most {MAX_PROMPT_LOGPROBS} values of the prompts fit into one answer (tokens, times one more"
+            " than are asked for at each, times choices).",
+            param=param,
         )
 
 

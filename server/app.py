@@ -25,7 +25,7 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
     app.include_router(probes_router(lifecycle, engine.metrics))
     for module in (completions, chat, render, models, tokenize, abort):
         app.include_router(module.router)
-    install_openapi(app)
+    install_openapi(app, config.model_names)
 
     def body_limit() -> int:
         model = engine.model

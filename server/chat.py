@@ -85,11 +85,13 @@ def _check_template(request: ChatRequest | TokenizeRequest, services: Services) 
     """Raises UnsupportedParameter for what the template would ignore, or the operator does not want."""
     if request.chat_template is not None and not services.trust_request_template:
         raise UnsupportedParameter(
-            "This server takes no templates from requests (it was started without --trust-request-chat-template).",
+            "chat_template is not accepted: the server was started without --trust-request-chat-template.",
             param="chat_template",
         )
     if request.documents and not services.chat_template.mentions("documents", request.chat_template):
-        raise UnsupportedParameter("This model's chat template knows no documents.", param="documents")
+        raise UnsupportedParameter(
+            "documents are not supported: this model's chat template knows none.", param="documents"
+        )
 
 
 async def encode_chat_text(text: str, request: ChatRequest | TokenizeRequest, services: Services) -> list[int]:

@@ -3,6 +3,7 @@ framework knows nothing of them: `json_body` tells it, `install_openapi` adds wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,6 +21,14 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 """Every schema that `json_body` is called with."""
 
+_HELLO = [{"role": "user", "content": "Hello"}]
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "CompletionRequest": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+    "ChatRequest": {"messages": _HELLO, "max_tokens": 8, "temperature": 0},
+    "TokenizeRequest": {"messages": _HELLO},
+    "DetokenizeRequest": {"tokens": [5, 6, 7]},
+    "AbortRequest": {"id": "cmpl-00000000000000000000000000000000"},
+}
 _REF = "#/components/schemas/{model}"
 _ERROR = {
     "type": "object",
@@ -45,29 +54,32 @@ _ERROR_RESPONSE = {
 
 def json_body(schema: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """A route's `openapi_extra`. `streams`: it may also answer with server-sent events."""
-    body = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
-    extra: dict[str, Any] = {"requestBody": {"required": True, "content": body}}
+    body = {"schema": {"$ref": _REF.format(model=schema.__name__)}, "example": _EXAMPLES[schema.__name__]}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": body}}}
     if streams:
         extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
     return extra
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi()` complete. Called once, when all routes are there."""
+def install_openapi(app: FastAPI, model_names: Sequence[str]) -> None:
+    """Make `app.openapi()` complete. Called once, when all routes are there. `model_names`: what may be asked for."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _complete(generate())
+            _complete(generate(), model_names)
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _complete(document: dict[str, Any]) -> None:
+def _complete(document: dict[str, Any], model_names: Sequence[str]) -> None:
     _, bodies = models_json_schema([(schema, "validation") for schema in BODIES], ref_template=_REF)
     components = document.setdefault("components", {}).setdefault("schemas", {})
     components.update(bodies["$defs"], Error=_ERROR)
+    for schema in components.values():
+        if "model" in schema.get("properties", ()):
+            schema["properties"]["model"]["anyOf"][0]["enum"] = list(model_names)
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
     for path in document["paths"].values():

@@ -2,10 +2,10 @@
 
     python -m tests.compat.lm_eval_local http://127.0.0.1:8000 [API_KEY]
 
-Two tasks, written to a temporary folder: a choice among four, scored by log-likelihood (`echo`, `logprobs`, `max_tokens`
-1, prompts of token ids), and a continuation, scored by what is generated. The tokenizer is the server's own, from afar
-(/tokenizer_info, /tokenize, /detokenize). Prints the scores; exit status 1 where they are no better than a guess, which
-is what a server without prompt log-probabilities gets.
+Two tasks, written to a temporary folder: a choice among four, scored by log-likelihood (`echo`, `logprobs` and
+`max_tokens` 1 on token ids), and a continuation, scored by what is generated. The tokenizer is the server's own, from
+afar (/tokenizer_info, /tokenize, /detokenize). Prints the scores; exit status 1 where they are no better than a guess,
+which is what a server without prompt log-probabilities gets.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
-from server.schemas import ChatRequest, CompletionRequest
+from server.openapi import BODIES
+from server.schemas import ChatRequest, CompletionRequest, parse
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     engine = EngineClient(Metrics("m"))
     try:
-        app = create_app(ServerConfig(), engine, Lifecycle(engine))
+        app = create_app(ServerConfig(served_model_name=("a", "b/c")), engine, Lifecycle(engine))
         assert app.openapi() is app.openapi()
         return app.openapi()
     finally:
@@ -67,6 +68,17 @@ def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], sc
     assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in described["temperature"]["anyOf"]
     # Not one field is simply anything, those included that are checked by hand.
     assert all({"type", "anyOf", "$ref"} & set(each) for each in described.values())
+
+
+def test_the_examples_are_valid_and_name_no_other_model(document: dict[str, Any]) -> None:
+    schemas = {schema.__name__: schema for schema in BODIES}
+    for name, operation in operations(document):
+        if name.startswith("post "):
+            body = operation["requestBody"]["content"]["application/json"]
+            parse(schemas[body["schema"]["$ref"].rpartition("/")[2]], body["example"])
+    for schema in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
+        (model, null) = document["components"]["schemas"][schema]["properties"]["model"]["anyOf"]
+        assert (model, null) == ({"type": "string", "enum": ["a", "b/c"]}, {"type": "null"})
 
 
 def test_errors_are_openais_and_nothing_else(document: dict[str, Any]) -> None:

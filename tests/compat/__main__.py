@@ -1,0 +1,79 @@
+"""`make compat`: starts a server with the default model, and runs each client against it in an environment of its own.
+
+    python -m tests.compat .venv-compat/bin/python
+
+The clients need many packages and this project none of them, so they live apart. Exit status 1 if one of them fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+START_SECONDS = 300
+CLIENT_SECONDS = 1800
+
+
+def clients(python: str, base: str) -> dict[str, list[str]]:
+    """What is run, by name."""
+    schemathesis = str(Path(python).with_name("schemathesis"))
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    return {
+        "lm-eval local-completions": [python, "-m", "tests.compat.lm_eval_local", base],
+        # One token an answer is plenty to find a 500, and all that a CPU should be asked for thousands of times.
+        "schemathesis": [schemathesis, "run", f"{base}/openapi.json", "--checks", checks, "--max-examples", "50"],
+    }
+
+
+def main(python: str) -> int:
+    failed = []
+    with server() as base:
+        for name, command in clients(python, base).items():
+            print(f"--- {name}", flush=True)
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+            try:
+                status = subprocess.run(command, env=environment, timeout=CLIENT_SECONDS, check=False).returncode
+            except (OSError, subprocess.TimeoutExpired) as error:
+                print(f"{type(error).__name__}: {error}")
+                status = 1
+            if status:
+                failed.append(name)
+    print("--- failed: " + ", ".join(failed) if failed else "--- all clients passed")
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The base URL of a ready server of this checkout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning"]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_ready(base, process)
+            yield base
+        finally:
+            process.terminate()
+
+
+def wait_ready(base: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{base}/readyz", timeout=5):  # noqa: S310
+            return
+        time.sleep(0.5)
+    raise SystemExit("the server did not start")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
