@@ -202,7 +202,7 @@ class AbortRequest(_Request):
     """An answer's own id."""
 
 
-_Schema = TypeVar("_Schema", bound=_Request)
+_Schema = TypeVar("_Schema", bound=BaseModel)
 
 
 def parse(schema: type[_Schema], body: Mapping[str, Any]) -> _Schema:

@@ -18,6 +18,7 @@ from server.openapi import json_body
 from server.respond import run_handler
 from server.schemas import DetokenizeRequest, TokenizeRequest, parse
 from server.services import Services, services_of
+from server.unsupported import refuse_unknown
 
 router = APIRouter()
 
@@ -58,6 +59,8 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def _tokenize(body: Mapping[str, Any], services: Services) -> Response:
     request = parse(TokenizeRequest, body)
+    if services.strict_params:
+        refuse_unknown(body, TokenizeRequest, {})
     services.model_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("A request needs either a prompt or messages.", param="prompt")
@@ -78,6 +81,8 @@ async def _tokenize(body: Mapping[str, Any], services: Services) -> Response:
 
 def _detokenize(body: Mapping[str, Any], services: Services) -> Response:
     request = parse(DetokenizeRequest, body)
+    if services.strict_params:
+        refuse_unknown(body, DetokenizeRequest, {})
     services.model_name(request.model)
     if not isinstance(request.tokens, list):
         raise InvalidRequest("tokens must be a list of token ids.", param="tokens")

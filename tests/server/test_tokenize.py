@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models import BOS_ID, EOS_ID, VOCAB_SIZE
-from tests.server.fakes import MODEL, api, byte_ids, ids_of, say
+from tests.server.fakes import MODEL, Api, FakeEngine, api, byte_ids, ids_of, say, services
 
 TEXT = "The capital of 🫠"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -74,3 +74,10 @@ def test_other_models() -> None:
     with api(say("")) as (client, _):
         assert client.post("/tokenize", {"model": "x", "prompt": "x"}).status_code == 404
         assert client.post("/detokenize", {"model": "x", "tokens": []}).status_code == 404
+
+
+@pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})])
+def test_strict_servers(route: str, body: dict[str, Any]) -> None:
+    client = Api(services(FakeEngine(say("")), strict_params=True))
+    assert client.post(route, body).status_code == 200
+    assert client.post(route, {**body, "promt": 1}).json()["error"]["code"] == "unknown_parameter"
