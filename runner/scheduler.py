@@ -255,7 +255,7 @@ class Scheduler:
                 sequence.prompt_logprobs_sent = score_end
 
     def _preempt_newest(self) -> None:
-        """Takes slot and blocks from the sequence admitted last among the least urgent; it waits in front of its equals,
+        """Takes slot and blocks from the sequence admitted last, of the least urgent; it waits in front of its equals,
         keeping its tokens."""
         table = self.table
         running = (s for s in table.sequences if s is not None)
