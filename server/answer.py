@@ -7,10 +7,9 @@ aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -154,8 +153,6 @@ class Answer:
         self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
         self._aborted = False
-        self.on_close: Callable[[], None] | None = None
-        """Called when nothing more is made of the answer."""
 
     @property
     def usage(self) -> Usage:
@@ -188,8 +185,6 @@ class Answer:
 
     def close(self) -> None:
         self._batch.close()
-        if self.on_close is not None:
-            self.on_close()
 
 
 async def open_answer(
@@ -212,7 +207,6 @@ async def open_answer(
     answer = Answer(answers, await Batch.open(services.engine, requests))
     if answer_id:
         services.running.add(answer_id, answer)
-        answer.on_close = partial(services.running.remove, answer_id)
     return answer
 
 

@@ -30,6 +30,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "AbortRequest": {"id": "cmpl-00000000000000000000000000000000"},
 }
 _REF = "#/components/schemas/{model}"
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+"""One server-sent event: a chunk in JSON, or [DONE]."""
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -57,7 +59,7 @@ def json_body(schema: type[BaseModel], *, streams: bool = False) -> dict[str, An
     body = {"schema": {"$ref": _REF.format(model=schema.__name__)}, "example": _EXAMPLES[schema.__name__]}
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": body}}}
     if streams:
-        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
     return extra
 
 

@@ -7,6 +7,7 @@ an answer can only be aborted with the key that it was asked for with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from server.request_context import current_request
@@ -32,20 +33,19 @@ class RunningAnswers:
         return len(self._answers)
 
     def add(self, answer_id: str, answer: Abortable) -> None:
-        self._answers[answer_id] = _Running(_api_key(), answer)
-
-    def remove(self, answer_id: str) -> None:
-        self._answers.pop(answer_id, None)
+        """Until the current request is over, however it ends."""
+        context = current_request.get()
+        if context is not None:
+            self._answers[answer_id] = _Running(context.api_key, answer)
+            context.on_end.append(partial(self._remove, answer_id))
 
     def abort(self, answer_id: str) -> bool:
         """False where there is none by that id that was asked for with this request's API key."""
-        running = self._answers.get(answer_id)
-        if running is None or running.api_key != _api_key():
+        running, context = self._answers.get(answer_id), current_request.get()
+        if running is None or context is None or running.api_key != context.api_key:
             return False
         running.answer.abort()
         return True
 
-
-def _api_key() -> int | None:
-    context = current_request.get()
-    return None if context is None else context.api_key
+    def _remove(self, answer_id: str) -> None:
+        self._answers.pop(answer_id, None)

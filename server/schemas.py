@@ -40,6 +40,9 @@ def _json_type(*types: str, **more: Any) -> WithJsonSchema:
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _PROMPT = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}, {"type": "null"}]}
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_LIST = {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}
+_STOP = {"anyOf": [_STOP_STRING, _STOP_LIST, {"type": "null"}]}
 _PARTS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
 _MESSAGE = {
     "type": "object",
@@ -96,7 +99,8 @@ class GenerationRequest(_Request):
     n: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    stop: Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None, WithJsonSchema(_STOP)] = None
+    """One string is a list of one."""
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

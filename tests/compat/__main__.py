@@ -25,7 +25,10 @@ CLIENT_SECONDS = 1800
 def clients(python: str, base: str) -> dict[str, list[str]]:
     """What is run, by name."""
     schemathesis = str(Path(python).with_name("schemathesis"))
-    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    checks = (
+        "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+        "response_schema_conformance,unsupported_method,negative_data_rejection"
+    )
     return {
         "lm-eval local-completions": [python, "-m", "tests.compat.lm_eval_local", base],
         # One token an answer is plenty to find a 500, and all that a CPU should be asked for thousands of times.
