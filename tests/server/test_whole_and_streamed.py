@@ -23,7 +23,6 @@ _PIECES = st.one_of(
     st.sampled_from([[EOS_ID], [TURN_ID]]),
 )
 _TOKENS = st.lists(_PIECES, max_size=6).map(lambda pieces: [token for piece in pieces for token in piece])
-_STOPS = st.lists(st.text("aé龜 the", min_size=1, max_size=2), max_size=3)
 _PACKING = st.integers(1, 4)
 
 
@@ -42,8 +41,22 @@ def texts_before(tokens: Sequence[int]) -> list[str]:
     return [*texts[:-1], texts[-1] + decoder.decode(b"", final=True)]
 
 
-@given(_TOKENS, _STOPS, _PACKING, st.booleans(), st.booleans())
-def test_completions(tokens: list[int], stops: list[str], packing: int, include_stop: bool, as_ids: bool) -> None:
+@st.composite
+def _said_and_stops(draw: st.DrawFn) -> tuple[list[int], list[str]]:
+    """Tokens, and stop strings that their text has in it, or nearly: such a one holds text back, and then lets go."""
+    tokens = draw(_TOKENS)
+    text = texts_before(tokens)[-1]
+    stops = []
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, max(len(text) - 1, 0)))
+        piece = text[start : start + draw(st.integers(1, 4))]
+        stops.append(piece + draw(st.sampled_from(["", "", "~"])) or "~")
+    return tokens, stops
+
+
+@given(_said_and_stops(), _PACKING, st.booleans(), st.booleans())
+def test_completions(said: tuple[list[int], list[str]], packing: int, include_stop: bool, as_ids: bool) -> None:
+    tokens, stops = said
     body = {
         "prompt": [5],
         "max_tokens": len(tokens) or 1,
@@ -71,8 +84,9 @@ def test_completions(tokens: list[int], stops: list[str], packing: int, include_
         assert found["tokens"] == [f"token_id:{token}" for token in made]
 
 
-@given(_TOKENS, _STOPS, _PACKING)
-def test_chat(tokens: list[int], stops: list[str], packing: int) -> None:
+@given(_said_and_stops(), _PACKING)
+def test_chat(said: tuple[list[int], list[str]], packing: int) -> None:
+    tokens, stops = said
     body: dict[str, Any] = {
         "messages": HELLO,
         "max_completion_tokens": len(tokens) or 1,
