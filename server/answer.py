@@ -173,10 +173,8 @@ class Answer:
                             self._batch.abort(index, delta.index - prompt.first_index)
                     self._completion_tokens += delta.num_new_tokens
                     yield delta
-        if self._aborted:
-            raise RequestAborted
         if unfinished:
-            raise EngineFailed
+            raise RequestAborted if self._aborted else EngineFailed
 
     def abort(self) -> None:
         """End every choice; whoever reads the deltas gets RequestAborted."""
