@@ -12,7 +12,7 @@ from runner.messages import TokenLogprobs
 from server.answer import open_answer
 from server.body import read_json
 from server.choices import Delta, TokenRecord
-from server.conversation import parse_documents, parse_messages
+from server.conversation import parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.inputs import Prompt, encode_prompt
 from server.logprobs import LogprobFormat
@@ -76,7 +76,7 @@ async def chat_prompt_text(request: ChatRequest | TokenizeRequest, services: Ser
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continues,
         variables=variables,
-        documents=parse_documents(request.documents),
+        documents=request.documents,
         template=request.chat_template,
     )
 

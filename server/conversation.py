@@ -14,7 +14,6 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 """Roles as clients name them and as templates know them (`developer` is OpenAI's newer name of `system`)."""
 _TOOL_ROLES = ("tool", "function")
 MAX_MESSAGES = 16384
-MAX_DOCUMENTS = 1024
 
 
 def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str, str]]:
@@ -35,20 +34,6 @@ def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str
             if given["role"] == "developer":
                 message["role"] = "developer"
     return messages
-
-
-def parse_documents(value: Any) -> list[dict[str, Any]] | None:
-    """`value`: whatever the body had under `documents`. Their keys are the template's business.
-
-    Raises InvalidRequest.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise _invalid("documents", "must be a list of objects")
-    if len(value) > MAX_DOCUMENTS:
-        raise _invalid("documents", f"must have at most {MAX_DOCUMENTS} documents")
-    return value
 
 
 def _parse_message(message: Any, where: str) -> dict[str, str]:

@@ -26,9 +26,12 @@ MAX_TOKENS = 2**31 - 1
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
 MAX_TEMPLATE_CHARS = 65536
+MAX_DOCUMENTS = 1024
 
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+_Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
+"""Their keys are the template's business."""
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
@@ -179,7 +182,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
-    documents: Annotated[Any, _json_type("array", items={"type": "object"})] = None
+    documents: _Documents | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
 
 
@@ -192,7 +195,7 @@ class TokenizeRequest(_Request):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
-    documents: Annotated[Any, _json_type("array", items={"type": "object"})] = None
+    documents: _Documents | None = None
     return_token_strs: bool | None = None
 
 

@@ -233,7 +233,7 @@ def test_variables_that_are_ours(name: str) -> None:
         ({"messages": HELLO, "echo": True}, "echo", "unsupported_parameter"),
         ({"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
         ({"messages": HELLO, "documents": [{"text": "x"}]}, "documents", "unsupported_parameter"),
-        ({"messages": HELLO, "documents": "x"}, "documents", "unsupported_parameter"),
+        ({"messages": HELLO, "documents": "x"}, "documents", "invalid_value"),
         ({"messages": HELLO, "priority": -1}, "priority", "unsupported_parameter"),
         (
             {"messages": HELLO, "chat_template_kwargs": {"x": 1}, "add_generation_prompt": 1},

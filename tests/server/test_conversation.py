@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.conversation import MAX_DOCUMENTS, MAX_MESSAGES, parse_documents, parse_messages
+from server.conversation import MAX_MESSAGES, parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
 
 
@@ -27,13 +27,6 @@ def test_developer_stays_where_the_template_knows_it() -> None:
     messages = [{"role": role, "content": role} for role in ("system", "developer", "user")]
     roles = [message["role"] for message in parse_messages(messages, keep_developer=True)]
     assert roles == ["system", "developer", "user"]
-
-
-@pytest.mark.parametrize("value", ["x", {}, [1], [{}, None], [{}] * (MAX_DOCUMENTS + 1)], ids=lambda v: repr(v)[:20])
-def test_wrong_documents(value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        parse_documents(value)
-    assert caught.value.param == "documents"
 
 
 def test_replayed_answers() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from server.answer import MAX_PROMPT_LOGPROBS
-from server.conversation import MAX_DOCUMENTS, MAX_MESSAGES
+from server.conversation import MAX_MESSAGES
 from server.inputs import MAX_CHOICES, MAX_PROMPTS
+from server.schemas import MAX_DOCUMENTS
 from tests.models import EOS_ID, VOCAB_SIZE
 from tests.server.fakes import MODEL, Api, api, say
 
@@ -87,7 +88,7 @@ CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("logprobs", [True, False], [1, "true"]),
     ("top_logprobs", [0], [-1, 21, 5, True]),  # 5: without logprobs
     ("messages", [HELLO], [[], None, "x", [5], HELLO * (MAX_MESSAGES + 1)]),
-    ("documents", [None, []], [[{"text": "x"}], [{}] * (MAX_DOCUMENTS + 1)]),
+    ("documents", [None, []], ["x", {}, [1], [{}, None], [{"text": "x"}], [{}] * (MAX_DOCUMENTS + 1)]),
     ("chat_template", [None], ["x", "x" * 65537]),
     ("chat_template_kwargs", [{}, {"x": 1}], [{"tokenize": True}, []]),
     ("service_tier", ["auto", "flex"], [5, "x" * 65]),

@@ -52,6 +52,7 @@ def test_nothing_is_something_here() -> None:
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
         ("/tokenize", {"prompt": "9" * 3_000_000}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "documents": 5}, "documents"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
