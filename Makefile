@@ -22,8 +22,8 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend gpu-bench \
-        gpu-bench-serve clean
+.PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend \
+        gpu-bench gpu-bench-serve clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile

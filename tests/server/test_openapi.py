@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,15 +18,14 @@ from server.schemas import ChatRequest, CompletionRequest, parse
 
 
 @pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    engine = EngineClient(Metrics("m"))
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    engine = EngineClient(Metrics("m"), tmp_path_factory.mktemp("sockets"))
     try:
         app = create_app(ServerConfig(served_model_name=("a", "b/c")), engine, Lifecycle(engine))
         assert app.openapi() is app.openapi()
         return app.openapi()
     finally:
-        engine.remove_folder()
-        engine._context.destroy(linger=0)
+        asyncio.run(engine.close())
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
