@@ -45,6 +45,7 @@ class PromptAnswer:
         echo: bool,
         prompt_logprobs: bool,
         skip_special_tokens: bool,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
         self.num_rows = len(prompt)
         self.first_index = first_index
@@ -58,7 +59,7 @@ class PromptAnswer:
         self.choices = [
             Choice(
                 first_index + each,
-                _detokenizer(prompt, tokenizer, skip_special_tokens, echo=echo),
+                _detokenizer(prompt, tokenizer, skip_special_tokens, echo=echo, shown_special=shown_special),
                 options,
                 echo="" if self._echo is None else self._echo.text,
             )
@@ -116,7 +117,9 @@ class _Echo:
         return records
 
 
-def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool, *, echo: bool) -> Detokenizer:
+def _detokenizer(
+    prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool, *, echo: bool, shown_special: frozenset[int]
+) -> Detokenizer:
     """A completion's text is that of its own tokens, as transformers decodes them: the same behind ids and behind the
     same prompt's embeddings, which have no ids. So the bytes of a character that the prompt's last id began do not
     become that character, unless the prompt is echoed in front of them.
@@ -124,7 +127,7 @@ def _detokenizer(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool
     Decoders that are not made of bytes need the prompt all the same: from it they know whether a space comes first.
     """
     before = prompt.token_ids if echo or not tokenizer.vocabulary.is_exact else ()
-    return tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens)
+    return tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens, shown=shown_special)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +189,17 @@ class Answer:
 
 
 async def open_answer(
-    request: GenerationRequest, prompts: Sequence[Prompt], services: Services, answer_id: str = ""
+    request: GenerationRequest,
+    prompts: Sequence[Prompt],
+    services: Services,
+    answer_id: str = "",
+    *,
+    keep_records: bool = False,
+    shown_special: frozenset[int] = frozenset(),
 ) -> Answer:
     """Check the parameters against the model and queue every prompt. `answer_id`: by which it can be aborted.
+    `keep_records`: deltas have token records even if the client does not want to see them. `shown_special`: special
+    tokens that become text although others are skipped.
 
     Raises APIError.
     """
@@ -196,7 +207,18 @@ async def open_answer(
     sampling = await sampling_params(request, prompts, services)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        answers.append(_prompt_answer(request, prompt, index * n, n, params, services))
+        answers.append(
+            _prompt_answer(
+                request,
+                prompt,
+                index * n,
+                n,
+                params,
+                services,
+                keep_records=keep_records,
+                shown_special=shown_special,
+            )
+        )
         await asyncio.sleep(0)  # an echo costs milliseconds, and there may be a thousand
     requests = [
         EngineRequest(prompt.rows, params, n, request.cache_salt or "", request.priority or 0)
@@ -246,14 +268,22 @@ def _check_size(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], n
 
 
 def _prompt_answer(
-    request: GenerationRequest, prompt: Prompt, first_index: int, n: int, params: SamplingParams, services: Services
+    request: GenerationRequest,
+    prompt: Prompt,
+    first_index: int,
+    n: int,
+    params: SamplingParams,
+    services: Services,
+    *,
+    keep_records: bool,
+    shown_special: frozenset[int],
 ) -> PromptAnswer:
     options = ChoiceOptions(
         stop=tuple(request.stop or ()),
         include_stop=bool(request.include_stop_str_in_output),
         min_tokens=params.min_tokens,
         client_stop_ids=frozenset(request.stop_token_ids or ()),
-        keep_records=params.logprobs is not None or bool(request.return_token_ids),
+        keep_records=keep_records or params.logprobs is not None or bool(request.return_token_ids),
     )
     return PromptAnswer(
         prompt,
@@ -264,4 +294,5 @@ def _prompt_answer(
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         prompt_logprobs=params.prompt_logprobs is not None,
         skip_special_tokens=request.skip_special_tokens is not False,
+        shown_special=shown_special,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import jinja2
 
 from server.bounded_threads import BoundedThreads
+from server.conversation import ParsedArguments
 from server.errors import InvalidRequest, bounded
 from server.tokenizer import Tokenizer
 
@@ -33,6 +35,7 @@ class ChatTemplate:
         ours = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self.reserved_names = frozenset(ours) | {"messages", "self"}
         """What a client's `chat_template_kwargs` must not set."""
+        self._wants_text_of: dict[str | None, bool] = {}
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:
@@ -46,17 +49,19 @@ class ChatTemplate:
 
     async def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
     ) -> str:
-        """The prompt's text, special tokens included. `variables`: further names for the template (without
-        `reserved_names`). `template`: instead of the server's. Raises InvalidRequest when there is no template, when it
-        refuses the messages, and when it is not done in time."""
+        """The prompt's text, special tokens included. `messages`: as `conversation` makes them, the arguments of calls
+        as objects. `variables`: further names for the template (without `reserved_names`). `template`: instead of the
+        server's. Raises InvalidRequest when there is no template, when it refuses the messages, and when it is not done
+        in time."""
         if template is None and self._override is None and not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
@@ -68,9 +73,10 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
             "chat_template": self._override if template is None else template,
             **({} if documents is None else {"documents": list(documents)}),
+            **({} if tools is None else {"tools": list(tools)}),
         }
-        plain = template is None and not variables and not documents and len(messages) <= _INLINE_MESSAGES
-        if plain and sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+        plain = template is None and not variables and not documents and not tools and len(messages) <= _INLINE_MESSAGES
+        if plain and sum(map(_size, messages)) <= _INLINE_CHARS:
             return self._render(messages, arguments)
         try:
             return await self._threads.run(partial(self._render, messages, arguments))
@@ -93,10 +99,18 @@ class ChatTemplate:
         text = template or self._override or self._tokenizer.chat_template or ""
         return any(word in each for each in (text.values() if isinstance(text, dict) else (text,)))
 
+    @property
+    def all_text(self) -> str:
+        """Every template that the model has, as one text; empty where there is none."""
+        text = self._override or self._tokenizer.chat_template or ""
+        return "\n".join(text.values()) if isinstance(text, dict) else text
+
     def close(self) -> None:
         self._threads.close()
 
-    def _render(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+        if any("tool_calls" in message for message in messages) and self._wants_text(arguments):
+            messages = [_with_arguments_as_text(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
         except jinja2.TemplateError as error:
@@ -107,3 +121,52 @@ class ChatTemplate:
             # Templates add, slice and compare what they are given, and fail in as many ways.
             raise InvalidRequest("The chat template cannot render these messages.", param="messages") from None
         return str(text)
+
+    def _wants_text(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the template takes a call's arguments as JSON text, and not as an object that it encodes itself.
+        It is tried: no template says so."""
+        template = arguments["chat_template"]
+        if template not in self._wants_text_of:
+            takes_object = self._shows_probe(template, _PROBE)
+            found = not takes_object and self._shows_probe(template, _with_arguments_as_text(_PROBE))
+            if template != self._override:
+                return found  # a client's: not worth remembering
+            self._wants_text_of[template] = found
+        return self._wants_text_of[template]
+
+    def _shows_probe(self, template: str | None, call: Mapping[str, Any]) -> bool:
+        messages = [{"role": "user", "content": "?"}, call]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+        except Exception:
+            return False
+        return '"probed_key"' in text
+
+
+_PROBE = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "probe0000", "type": "function", "function": {"name": "probe", "arguments": {"probed_key": "value"}}}
+    ],
+}
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [{**call, "function": _as_text(call["function"])} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function["arguments"]
+    if isinstance(arguments, ParsedArguments):
+        return {**function, "arguments": arguments.text}
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters that the template has to deal with, roughly."""
+    calls = sum(len(str(call["function"]["arguments"])) for call in message.get("tool_calls", ()))
+    return len(message["content"]) + len(message.get("reasoning_content", "")) + calls

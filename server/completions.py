@@ -85,6 +85,9 @@ class CompletionFormat:
     def extras(self) -> Json:
         return {}
 
+    def usage_details(self) -> Json:
+        return {}
+
     def _choice(self, index: int, part: WholeChoice | Delta, *, is_first: bool) -> Json:
         body: Json = {
             "index": index,

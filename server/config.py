@@ -44,6 +44,10 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     """A file, or the template itself; None is the model's own."""
+    tool_call_parser: str = "auto"
+    """"auto": what the chat template asks for; "none": calls are content; else one of `server.tools.styles`."""
+    reasoning_parser: str = "auto"
+    """The same, of `server.reasoning.styles`."""
     generation_config: str = "auto"
     """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
     enable_prompt_embeds: bool = True

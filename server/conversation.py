@@ -1,4 +1,4 @@
-"""The `messages` of a chat request, checked and reduced to what a chat template takes: roles and strings.
+"""The `messages` of a chat request, checked and reduced to what a chat template takes: roles, strings and calls.
 
 Checked by hand and not by a schema: a conversation may have thousands of messages, and an error must name the one
 place that is wrong (`messages[3].content`).
@@ -8,19 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from server.errors import InvalidRequest, UnsupportedParameter
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as clients name them and as templates know them (`developer` is OpenAI's newer name of `system`)."""
-_TOOL_ROLES = ("tool", "function")
 MAX_MESSAGES = 16384
+MAX_CALLS = 128
+"""Of one message."""
+_MAX_ID_CHARS = 256
+_MAX_NAME_CHARS = 64
 
 
-def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str, str]]:
-    """`value`: whatever the body had under `messages`. Each message gets `role` and `content`, and `name` where given.
+class ParsedArguments(dict[str, Any]):
+    """A call's arguments as an object, and as the text that they came as: templates want one or the other."""
+
+    text: str
+
+
+def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str, Any]]:
+    """`value`: whatever the body had under `messages`. Each message gets `role` and `content`, and where given `name`,
+    `tool_call_id`, `reasoning_content` and `tool_calls` (with their arguments as objects, if they are any).
     `keep_developer`: the template knows this role; to others it is `system`.
 
-    Raises InvalidRequest, or UnsupportedParameter for what would need tools or media.
+    Raises InvalidRequest, or UnsupportedParameter for what would need media.
     """
     if not isinstance(value, list):
         raise _invalid("messages", "must be a list of messages")
@@ -36,24 +48,79 @@ def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str
     return messages
 
 
-def _parse_message(message: Any, where: str) -> dict[str, str]:
+def _parse_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _invalid(where, "must be an object")
     role = message.get("role")
-    if role in _TOOL_ROLES:
-        raise _unsupported(f"{where}.role", "tool messages are not supported")
+    if role == "function":
+        raise _unsupported(f"{where}.role", "function messages are not supported, tool messages are")
     if not isinstance(role, str) or role not in _ROLES:
         raise _invalid(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-    for key in ("tool_calls", "function_call", "audio"):
+    for key in ("function_call", "audio"):
         if message.get(key):
             raise _unsupported(f"{where}.{key}", "is not supported")
     content = message.get("content")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""  # a replayed answer that refused
-    parsed = {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
+    parsed: dict[str, Any] = {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
+    if role == "tool":
+        parsed["tool_call_id"] = _short_string(message.get("tool_call_id"), f"{where}.tool_call_id", _MAX_ID_CHARS)
+    elif role == "assistant":
+        parsed |= _parse_answer(message, where)
     if message.get("name") is not None:
         parsed["name"] = _string(message["name"], f"{where}.name")
     return parsed
+
+
+def _parse_answer(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """What only an assistant's message has."""
+    parsed: dict[str, Any] = {}
+    for key in ("reasoning_content", "reasoning"):
+        if message.get(key) is not None:
+            parsed["reasoning_content"] = _string(message[key], f"{where}.{key}")
+            break
+    calls, where = message.get("tool_calls"), f"{where}.tool_calls"
+    if calls is None or calls == []:
+        return parsed
+    if not isinstance(calls, list):
+        raise _invalid(where, "must be a list of tool calls")
+    if len(calls) > MAX_CALLS:
+        raise _invalid(where, f"must have at most {MAX_CALLS} tool calls")
+    parsed["tool_calls"] = [_parse_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    return parsed
+
+
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise _invalid(where, "must be an object")
+    kind = call.get("type", "function")
+    if kind != "function":
+        if not isinstance(kind, str):
+            raise _invalid(f"{where}.type", 'must be "function"')
+        raise _unsupported(f"{where}.type", "only functions are supported")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise _invalid(f"{where}.function", "must be an object")
+    name = _short_string(function.get("name"), f"{where}.function.name", _MAX_NAME_CHARS)
+    arguments = _string(function.get("arguments"), f"{where}.function.arguments")
+    return {
+        "id": _short_string(call.get("id"), f"{where}.id", _MAX_ID_CHARS),
+        "type": "function",
+        "function": {"name": name, "arguments": _parse_arguments(arguments)},
+    }
+
+
+def _parse_arguments(text: str) -> ParsedArguments | str:
+    """Models do not always write JSON, and their clients send back what they got: such arguments stay text."""
+    try:
+        value = msgspec.json.decode(text.encode()) if text.strip() else {}
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return text
+    if not isinstance(value, dict):
+        return text
+    arguments = ParsedArguments(value)
+    arguments.text = text
+    return arguments
 
 
 def _parse_content(content: Any, where: str) -> str:
@@ -76,6 +143,12 @@ def _parse_part(part: Any, where: str) -> str:
     if not isinstance(kind, str):
         raise _invalid(f"{where}.type", "must be a string")
     raise _unsupported(f"{where}.type", "only text parts are supported")
+
+
+def _short_string(value: Any, where: str, limit: int) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= limit:
+        raise _invalid(where, f"must be a string of 1 to {limit} characters")
+    return value
 
 
 def _string(value: Any, where: str) -> str:

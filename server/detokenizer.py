@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes: a UTF-8 decoder with a table in front."""
 
-    __slots__ = ("_skip_special", "_strip", "_utf8", "_vocabulary")
+    __slots__ = ("_shown", "_skip_special", "_strip", "_utf8", "_vocabulary")
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class ByteDetokenizer:
         prompt_tail: Iterable[int] = (),
         at_start: bool = False,
         skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """`prompt_tail`: the ids before the first token pushed; they may end in half a character.
-        `at_start`: the first token pushed is the first of its text."""
+        `at_start`: the first token pushed is the first of its text. `shown`: special tokens that are not skipped."""
         self._vocabulary = vocabulary
         self._skip_special = skip_special
+        self._shown = shown
         self._strip = at_start and vocabulary.strips_first_space
         self._utf8 = IncrementalDecoder("replace")
         for token_id in prompt_tail:
@@ -56,7 +58,8 @@ class ByteDetokenizer:
             return text
         if self._vocabulary.is_special(token_id):
             # Whatever was incomplete before a special token stays so.
-            return self.flush() + ("" if self._skip_special else self._vocabulary.bytes_of(token_id).decode())
+            skip = self._skip_special and token_id not in self._shown
+            return self.flush() + ("" if skip else self._vocabulary.bytes_of(token_id).decode())
         text = self._utf8.decode(self._vocabulary.bytes_of(token_id))
         if self._strip and text:
             self._strip = False
@@ -70,15 +73,25 @@ class ByteDetokenizer:
 class StreamDetokenizer:
     """For every other tokenizer: the library's own incremental decoding."""
 
-    __slots__ = ("_backend", "_pending", "_skip_special", "_stream")
+    __slots__ = ("_backend", "_pending", "_shown", "_skip_special", "_stream")
 
-    def __init__(self, backend: Backend, *, prompt_tail: Sequence[int] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        prompt_tail: Sequence[int] = (),
+        skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._backend = backend
         self._skip_special = skip_special
+        self._shown = shown if skip_special else frozenset()
         self._stream = DecodeStream(ids=list(prompt_tail), skip_special_tokens=skip_special)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self.flush() + (self._backend.id_to_token(token_id) or "")
         self._pending.append(token_id)
         try:
             piece: str | None = self._stream.step(self._backend, token_id)

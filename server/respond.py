@@ -57,6 +57,9 @@ class Format(Protocol):
     def extras(self) -> Json:
         """Further members of a whole answer and of a stream's first chunk."""
 
+    def usage_details(self) -> Json:
+        """Further members of `usage`, so far."""
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -112,7 +115,8 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
 
     def encode() -> bytes:
         bodies = [form.whole_choice(index, choice) for index, choice in enumerate(told)]
-        body = envelope.body(form.object, bodies) | form.extras() | {"usage": answer.usage.body()}
+        usage = answer.usage.body() | form.usage_details()
+        body = envelope.body(form.object, bodies) | form.extras() | {"usage": usage}
         return msgspec.json.encode(body)
 
     records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
@@ -135,7 +139,9 @@ async def _events(answer: Answer, form: Format, envelope: Envelope, options: Str
         parts: list[bytes] = []
         for choice in form.chunk_choices(delta):
             parts += (head, _encode(choice), b"]")
-            more = extras | {"usage": answer.usage.body()} if running_usage else extras
+            more = extras
+            if running_usage:
+                more = extras | {"usage": answer.usage.body() | form.usage_details()}
             if more:
                 parts += (b",", _encode(more)[1:-1])
                 extras = {}
@@ -149,7 +155,8 @@ async def _events(answer: Answer, form: Format, envelope: Envelope, options: Str
             else:
                 yield await asyncio.to_thread(encode, delta)
     if options.include_usage:
-        yield event(envelope.body(form.chunk_object, []) | {"usage": answer.usage.body()})
+        usage = answer.usage.body() | form.usage_details()
+        yield event(envelope.body(form.chunk_object, []) | {"usage": usage})
 
 
 async def _run(encode: Callable[[], bytes], records: int) -> bytes:

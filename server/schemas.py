@@ -56,6 +56,13 @@ _MESSAGE = {
     },
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {"type": "object", "required": ["type", "function"]},
+        {"type": "null"},
+    ]
+}
 
 
 class StreamOptions(BaseModel):
@@ -184,6 +191,10 @@ class ChatRequest(GenerationRequest):
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     documents: _Documents | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
+    tools: Annotated[Any, _json_type("array", items={"type": "object"})] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(_Request):
@@ -196,6 +207,7 @@ class TokenizeRequest(_Request):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     documents: _Documents | None = None
+    tools: Annotated[Any, _json_type("array", items={"type": "object"})] = None
     return_token_strs: bool | None = None
 
 

@@ -17,6 +17,8 @@ from server.flag_types import size as _size
 from server.flag_types import with_default as _with_default
 
 _DEFAULTS = ServerConfig()
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_presentation(parser.add_argument_group("what clients see of the model"))
     _add_model(parser.add_argument_group("loading the model"))
     _add_engine(parser.add_argument_group("memory and scheduling"))
+    # vLLM wants it before it takes tools; here they need no leave.
+    parser.add_argument(
+        "--enable-auto-tool-choice", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     _add_refused(parser)
 
 
@@ -116,6 +122,18 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         "--chat-template",
         metavar="FILE",
         help="Jinja template for chat messages, a file or the template itself (default: the model's own)",
+    )
+    add(
+        "--tool-call-parser",
+        choices=TOOL_PARSERS,
+        default=_DEFAULTS.tool_call_parser,
+        help=_with_default("how the model writes tool calls; auto: as its chat template asks for", "auto"),
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=_DEFAULTS.reasoning_parser,
+        help=_with_default("how the model marks its reasoning; auto: as its chat template shows", "auto"),
     )
     add(
         "--generation-config",

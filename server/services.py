@@ -14,9 +14,11 @@ from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.errors import ModelNotFound, Unavailable, bounded
+from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
+from server.tools.styles import ToolStyle, load_tool_style
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,10 @@ class Services:
     defaults: GenerationDefaults
     served_model_names: tuple[str, ...]
     """At least one; the first is what answers say when the request named none."""
+    tool_style: ToolStyle | None = None
+    """How the model writes tool calls; None: it does not, or nobody knows."""
+    reasoning_style: ReasoningStyle | None = None
+    """None: the model does not reason, or its reasoning is content."""
     enable_prompt_embeds: bool = True
     honour_priority: bool = False
     strict_params: bool = False
@@ -46,6 +52,8 @@ class Services:
         *,
         served_model_names: Sequence[str],
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         generation_config: str = "auto",
         enable_prompt_embeds: bool = True,
         honour_priority: bool = False,
@@ -59,15 +67,18 @@ class Services:
         """
         folder = Path(model.path)
         tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
+        template = ChatTemplate.load(tokenizer, chat_template)
         return cls(
             engine=engine,
             model=model,
             tokenizer=tokenizer,
-            chat_template=ChatTemplate.load(tokenizer, chat_template),
+            chat_template=template,
             defaults=GenerationDefaults.load(
                 folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
             ),
             served_model_names=tuple(served_model_names),
+            tool_style=load_tool_style(tool_call_parser, template.all_text),
+            reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),
             enable_prompt_embeds=enable_prompt_embeds,
             honour_priority=honour_priority,
             strict_params=strict_params,

@@ -10,7 +10,7 @@ Special tokens *inside* a text are encoded as what they are, as Hugging Face tok
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,24 @@ class Tokenizer:
         """The tokens as the vocabulary spells them."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def special_ids(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of `names` that are special tokens, with their ids."""
+        ids = ((name, self._backend.token_to_id(name)) for name in names)
+        return {name: token_id for name, token_id in ids if self.vocabulary.is_special(token_id)}
+
     def detokenizer(
-        self, prompt_ids: Sequence[int], *, at_start: bool = False, skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        at_start: bool = False,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """For the tokens behind `prompt_ids` (no embedding rows among its last eight)."""
+        """For the tokens behind `prompt_ids` (no embedding rows among its last eight). `shown`: special tokens that are
+        not skipped."""
         tail = [int(token_id) for token_id in prompt_ids[-_TAIL_TOKENS:]]
         if self.vocabulary.is_exact:
             return ByteDetokenizer(
-                self.vocabulary, prompt_tail=tail, at_start=at_start, skip_special=skip_special_tokens
+                self.vocabulary, prompt_tail=tail, at_start=at_start, skip_special=skip_special_tokens, shown=shown
             )
-        return StreamDetokenizer(self._backend, prompt_tail=tail, skip_special=skip_special_tokens)
+        return StreamDetokenizer(self._backend, prompt_tail=tail, skip_special=skip_special_tokens, shown=shown)

@@ -86,8 +86,6 @@ CHAT: dict[str, _Neutral] = {
     "prompt": _empty,
     "prompt_embeds": _empty,
     "return_prompt_text": _empty,
-    "tool_choice": _one_of("none", "auto"),
-    "tools": _empty,
     "web_search_options": _empty,
 }
 

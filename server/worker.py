@@ -183,6 +183,8 @@ class Worker:
             model,
             served_model_names=config.model_names,
             chat_template=config.chat_template,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
             generation_config=config.generation_config,
             enable_prompt_embeds=config.enable_prompt_embeds,
             honour_priority=config.scheduling_policy == "priority",

@@ -20,8 +20,11 @@ class ReasoningStyle:
     def all_markers(self) -> tuple[str, ...]:
         return (self.markers.start, self.markers.end)
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether the answer to `prompt` begins within the reasoning."""
+    def is_open(self, prompt: str, continued: str | None = None) -> bool:
+        """Whether the answer to `prompt` begins within the reasoning. `continued`: the beginning of the answer that is
+        the prompt's end."""
+        if continued and self.markers.start in continued:
+            return continued.rfind(self.markers.start) > continued.rfind(self.markers.end)
         tail = prompt.rstrip()
         return tail.endswith(self.markers.start) or (self.always and not tail.endswith(self.markers.end))
 
@@ -34,6 +37,15 @@ REASONING_STYLES: dict[str, ReasoningStyle] = {
     "deepseek_r1": ReasoningStyle(_THINK, always=True),
     "mistral": ReasoningStyle(ThinkMarkers("[THINK]", "[/THINK]")),
 }
+
+
+def load_reasoning_style(name: str, template: str) -> ReasoningStyle | None:
+    """`name`: a style, "auto" (the template tells) or "none". Raises ValueError for any other."""
+    if name == "auto":
+        return reasoning_style_of(template)
+    if name != "none" and name not in REASONING_STYLES:
+        raise ValueError(f"--reasoning-parser: {name} is not one of auto, none, {', '.join(REASONING_STYLES)}")
+    return REASONING_STYLES.get(name)
 
 
 def reasoning_style_of(template: str) -> ReasoningStyle | None:

@@ -40,6 +40,11 @@ class ThinkParser:
         self.end: int | None = None if is_open else 0
         """How many characters of the text belong to the reasoning, its markers included; None while it goes on."""
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the next text may belong to the reasoning."""
+        return self.end is None or self._state == self._begin
+
     def push(self, text: str) -> list[tuple[Kind, str]]:
         """What the next piece of text makes certain, in order."""
         self._consumed -= len(self._held)

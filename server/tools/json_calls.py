@@ -118,7 +118,7 @@ class JsonCalls(StatefulParser):
         marker = self._call_markers.match(text, position)
         if marker is not None:
             return self._at_marker(marker)
-        if self._call_markers.may_begin_at(text, position):
+        if self._call_markers.may_begin_at(text, position) or text[position:] == "[":
             return self._hold(text, position)
         return self._other(text, position)
 

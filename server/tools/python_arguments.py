@@ -46,9 +46,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 _CLOSER_OF = {"[": "]", "(": ")", "{": "}"}
 
 _HEX = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}"
-_BODIES = {
-    quote: re.compile(rf"(?:[^{quote}\\]++|\\[^xuU]|{_HEX}){{0,{_MAX_RUN}}}+", re.DOTALL) for quote in "'\""
-}
+_BODIES = {quote: re.compile(rf"(?:[^{quote}\\]++|\\[^xuU]|{_HEX}){{0,{_MAX_RUN}}}+", re.DOTALL) for quote in "'\""}
 _HEX_SO_FAR = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?\Z")
 _ESCAPE = re.compile(rf"{_HEX}|\\(.)", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")

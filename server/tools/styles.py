@@ -42,6 +42,16 @@ _PYTHONIC = ToolStyle("pythonic", (*pythonic.STARTS, *pythonic.ENDS), pythonic.P
 
 TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in (_HERMES, _LLAMA3, _MISTRAL, _PYTHONIC)}
 
+
+def load_tool_style(name: str, template: str) -> ToolStyle | None:
+    """`name`: a style, "auto" (the template tells) or "none". Raises ValueError for any other."""
+    if name == "auto":
+        return tool_style_of(template)
+    if name != "none" and name not in TOOL_STYLES:
+        raise ValueError(f"--tool-call-parser: {name} is not one of auto, none, {', '.join(TOOL_STYLES)}")
+    return TOOL_STYLES.get(name)
+
+
 _OTHER_STYLES = ("<function=", "<arg_key>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<function_calls>")
 """Found in templates of models whose calls no parser here reads, although some have `<tool_call>` around them."""
 

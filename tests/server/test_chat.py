@@ -15,6 +15,7 @@ from tests.server.test_completions import events
 ROUTE = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "The answer is Paris."
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(client: Api, **body: Any) -> dict[str, Any]:
@@ -229,7 +230,9 @@ def test_variables_that_are_ours(name: str) -> None:
         ({"messages": HELLO, "max_tokens": 1000}, "messages", "context_length_exceeded"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"messages": HELLO, "tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ({"messages": HELLO, "functions": [TOOL["function"]]}, "functions", "unsupported_parameter"),
+        ({"messages": HELLO, "function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
         ({"messages": HELLO, "echo": True}, "echo", "unsupported_parameter"),
         ({"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
         ({"messages": HELLO, "documents": [{"text": "x"}]}, "documents", "unsupported_parameter"),

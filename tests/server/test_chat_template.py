@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from server.chat_template import ChatTemplate
+from server.conversation import parse_messages
 from server.errors import InvalidRequest
 from server.tokenizer import Tokenizer
 from tests.models import build_tokenizer
@@ -17,7 +18,7 @@ from tests.server.fakes import tokenizer
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def render(override: str | None = None, messages: list[dict[str, str]] = HELLO, **options: Any) -> str:
+def render(override: str | None = None, messages: Any = HELLO, **options: Any) -> str:
     return asyncio.run(ChatTemplate(tokenizer(), override).render(messages, **options))
 
 
@@ -108,6 +109,33 @@ def test_load_reads_a_file_or_takes_the_text(tmp_path: Path) -> None:
         assert asyncio.run(template.render(HELLO)) == text
     with pytest.raises(ValueError, match="--chat-template"):
         ChatTemplate.load(tokenizer(), str(tmp_path / "missing"))
+
+
+CALLS = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "5"},
+]
+AS_OBJECT = (
+    "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+AS_TEXT = "{% for m in messages %}{% for c in m.tool_calls %}{{ ':' + c.function.arguments }}{% endfor %}{% endfor %}"
+
+
+def test_arguments_are_what_the_template_takes() -> None:
+    messages = parse_messages(CALLS)
+    assert render(AS_OBJECT, messages) == '{"a": 1}'
+    assert render(AS_TEXT, messages) == ':{"a":  1}'  # to the character
+    assert render(None, messages, template=AS_TEXT) == ':{"a":  1}'
+
+
+def test_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert render("{% for each in tools %}{{ each.function.name }}{% endfor %}", tools=tools) == "f"
 
 
 def test_names_that_are_ours() -> None:

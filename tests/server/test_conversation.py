@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from server.conversation import MAX_MESSAGES, parse_messages
+from server.conversation import MAX_CALLS, MAX_MESSAGES, parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
 
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def answer(*calls: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls), **more}
 
 
 def test_strings_and_parts() -> None:
@@ -36,6 +43,31 @@ def test_replayed_answers() -> None:
         {"role": "assistant", "content": None},
     ]
     assert [message["content"] for message in parse_messages(replayed)] == ["no", "never", ""]
+
+
+def test_replayed_calls_and_their_results() -> None:
+    conversation = [answer(CALL, content="Well."), {"role": "tool", "tool_call_id": "call_1", "content": "5"}]
+    first, second = parse_messages(conversation)
+    call = {**CALL, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert first == {"role": "assistant", "content": "Well.", "tool_calls": [call]}
+    assert first["tool_calls"][0]["function"]["arguments"].text == '{"a": 1}'
+    assert second == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [("", {}), (" ", {}), ("{}", {}), ('{"a": ', '{"a": '), ("[1]", "[1]"), ("5", "5"), ("[" * 9999, "[" * 9999)],
+    ids=lambda value: repr(value)[:20],
+)
+def test_arguments_that_are_no_object_stay_text(text: str, arguments: Any) -> None:
+    (message,) = parse_messages([answer({**CALL, "function": {"name": "f", "arguments": text}})])
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_replayed_reasoning(key: str) -> None:
+    (message,) = parse_messages([{"role": "assistant", "content": "x", key: "because"}])
+    assert message == {"role": "assistant", "content": "x", "reasoning_content": "because"}
 
 
 def test_names_are_kept() -> None:
@@ -64,6 +96,21 @@ def test_names_are_kept() -> None:
         ([user([{"type": "text", "text": 5}])], "messages[0].content[0].text"),
         ([{**user("x"), "name": 5}], "messages[0].name"),
         ([user("x")] * (MAX_MESSAGES + 1), "messages"),
+        ([{"role": "tool", "content": "5"}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "content": "5", "tool_call_id": "x" * 257}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "content": None, "tool_call_id": "x"}], "messages[0].content"),
+        ([answer(CALL, reasoning=5)], "messages[0].reasoning"),
+        ([{"role": "assistant", "content": "", "tool_calls": "x"}], "messages[0].tool_calls"),
+        ([answer(*[CALL] * (MAX_CALLS + 1))], "messages[0].tool_calls"),
+        ([answer("x")], "messages[0].tool_calls[0]"),
+        ([answer(CALL, {**CALL, "id": ""})], "messages[0].tool_calls[1].id"),
+        ([answer({**CALL, "type": 5})], "messages[0].tool_calls[0].type"),
+        ([answer({**CALL, "function": None})], "messages[0].tool_calls[0].function"),
+        ([answer({**CALL, "function": {"name": "x" * 65}})], "messages[0].tool_calls[0].function.name"),
+        (
+            [answer({**CALL, "function": {"name": "f", "arguments": {}}})],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_wrong_ones(value: Any, param: str) -> None:
@@ -77,14 +124,17 @@ def test_wrong_ones(value: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "5", "tool_call_id": "x"}, "messages[0].role"),
         ({"role": "function", "content": "5"}, "messages[0].role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "custom"}]},
+            "messages[0].tool_calls[0].type",
+        ),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "messages[0].function_call"),
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
         (user([{"type": "input_audio"}]), "messages[0].content[0].type"),
     ],
 )
-def test_what_would_need_tools_or_media(message: dict[str, Any], param: str) -> None:
+def test_what_is_not_supported(message: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         parse_messages([message])
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")

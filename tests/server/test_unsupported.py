@@ -32,8 +32,6 @@ COMPLETION_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("tools", [[{"type": "function"}]], [None, []]),
 ]
 CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
-    ("tools", [[{"type": "function"}]], [None, []]),
-    ("tool_choice", ["required", {"type": "function"}], [None, "none", "auto"]),
     ("functions", [[{"name": "f"}]], [None, []]),
     ("function_call", [{"name": "f"}], [None, "none", "auto"]),
     ("audio", [{"voice": "x"}], [None]),

@@ -1,0 +1,158 @@
+"""Tools as a constraint: a grammar whose texts are what the parser of the model's style reads as the calls that a
+request wants. In llguidance's Lark dialect; what it means is compiled and followed elsewhere.
+
+`required` and `named` begin with a call. `auto` is free text until a call begins; such a grammar only makes sense where
+a tool is `strict`. Reasoning, where the model does any, comes first and is free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from server.errors import UnsupportedParameter
+from server.reasoning.styles import ReasoningStyle
+from server.tools import hermes, llama3, mistral
+from server.tools.definitions import Tool, ToolRequest
+from server.tools.styles import ToolStyle
+
+_ANY_OBJECT = '{"type": "object"}'
+_TERMINALS = r"""
+TEXT: /(.|\n)*/
+WS: /[ \n]{0,4}/
+"""
+_PYTHON = r"""
+python: PYTHON_WORD | PYTHON_STRING | "[" python_items? "]" | "{" (python_pair ("," SPACE? python_pair)*)? "}"
+python_items: python ("," SPACE? python)*
+python_pair: PYTHON_STRING ":" SPACE? python
+PYTHON_WORD: "True" | "False" | "None" | /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+PYTHON_STRING: /"([^"\\\x00-\x1f]|\\[nrtbf"\\])*"/ | /'([^'\\\x00-\x1f]|\\[nrtbf'\\])*'/
+SPACE: " "
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """What a grammar is made of, besides the request's tools."""
+
+    style: ToolStyle
+    special_ids: Mapping[str, int]
+    """Markers that are special tokens, which are written as tokens and not as text."""
+    reasoning: ReasoningStyle | None = None
+    begins_in_reasoning: bool = False
+
+    def lark(self, tools: ToolRequest, schemas: Mapping[str, str]) -> str:
+        """The grammar. `schemas`: the JSON schema of each function's arguments, as checked JSON text; functions that
+        have none there take any object. Raises UnsupportedParameter for a style in which schemas cannot be followed."""
+        if self.style.name == "pythonic" and schemas:
+            raise UnsupportedParameter("tools: this model's calls cannot be held to a schema.", param="tools")
+        wanted = tools.callable_tools
+        calls = _STYLES[self.style.name](self, wanted, schemas, tools.parallel)
+        start = f"start: {self._reasoning()}" + (calls.free if tools.choice == "auto" else calls.forced)
+        return "\n".join(["%llguidance {}", start, *calls.rules, *self._reasoning_rules(), _TERMINALS.strip()])
+
+    def compiled(self, tools: ToolRequest, schemas: Mapping[str, str]) -> str:
+        """The grammar in llguidance's JSON form, for `SamplingParams.grammar`."""
+        return json.dumps({"grammars": [{"lark_grammar": self.lark(tools, schemas)}]}, ensure_ascii=False)
+
+    def marker(self, name: str) -> str:
+        token = self.special_ids.get(name)
+        return _literal(name) if token is None else f"<[{token}]>"
+
+    def free_until(self, rule: str, name: str) -> str:
+        """A rule for any text up to and with a marker."""
+        if name in self.special_ids:
+            return f"{rule}: TEXT {self.marker(name)}"
+        return f"{rule}[lazy]: TEXT {_literal(name)}"
+
+    def _reasoning(self) -> str:
+        if self.reasoning is None:
+            return ""
+        return (
+            "thought WS " if self.begins_in_reasoning else f"({self.marker(self.reasoning.markers.start)} thought WS)? "
+        )
+
+    def _reasoning_rules(self) -> list[str]:
+        return [] if self.reasoning is None else [self.free_until("thought", self.reasoning.markers.end)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """How a style writes calls: the start rule's right side, with calls forced and free, and further rules."""
+
+    forced: str
+    free: str
+    rules: list[str]
+
+
+def _hermes(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
+    end = grammar.marker(hermes.END)
+    block = f"{grammar.marker(hermes.START)} WS call WS {end}"
+    more = f"(WS {block})*" if parallel else ""
+    return _Calls(
+        forced=f"{block} {more}",
+        free=f"(before WS call WS {end}){'*' if parallel else '?'} TEXT",
+        rules=[
+            grammar.free_until("before", hermes.START),
+            *_json_calls(tools, schemas, "arguments"),
+        ],
+    )
+
+
+def _llama3(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
+    calls = '(call ("; " call)*)' if parallel else "call"
+    marked = f"{grammar.marker(llama3.START)}? {calls}"
+    return _Calls(forced=marked, free=f"({marked} | NO_CALL)?", rules=[
+        # An answer that begins with a brace is a call.
+        r"NO_CALL: /[^{\s](.|\n)*/",
+        *_json_calls(tools, schemas, "parameters"),
+    ])  # fmt: skip
+
+
+def _mistral(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
+    start = grammar.marker(mistral.START)
+    named = mistral.ARGS in grammar.special_ids
+    if named:
+        calls = [f"{_literal(tool.name)} {grammar.marker(mistral.ARGS)} args_{i}" for i, tool in enumerate(tools)]
+        rules = [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
+        block, more = "call", f"({start} call)*" if parallel else ""
+    else:
+        rules = _json_calls(tools, schemas, "arguments")
+        block, more = ('"[" call (", " call)* "]"' if parallel else '"[" call "]"'), ""
+    return _Calls(
+        forced=f"{start} {block} {more}",
+        free=f"(before {block}){'*' if parallel and named else '?'} TEXT",
+        rules=[grammar.free_until("before", mistral.START), *rules],
+    )
+
+
+def _pythonic(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
+    rules = []
+    for index, tool in enumerate(tools):
+        names = sorted(name for name in tool.parameters.get("properties", {}) if name.isascii() and name.isidentifier())
+        argument = f'({" | ".join(map(_literal, names))}) "=" python' if names else ""
+        arguments = f'({argument} (", " {argument})*)?' if names else ""
+        rules.append(f'call_{index}: {_literal(tool.name + "(")} {arguments} ")"')
+    rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
+    calls = '"[" call (", " call)* "]"' if parallel else '"[" call "]"'
+    return _Calls(
+        forced=calls, free=f"({calls} | NO_CALL)?", rules=[r"NO_CALL: /[^\[\s](.|\n)*/", *rules, _PYTHON.strip()]
+    )
+
+
+_STYLES = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "pythonic": _pythonic}
+
+
+def _json_calls(tools: Sequence[Tool], schemas: Mapping[str, str], key: str) -> list[str]:
+    """A rule `call` for `{"name": …, key: …}`."""
+    calls = [f'{_literal(f'{{"name": "{tool.name}", "{key}": ')} args_{index} "}}"' for index, tool in enumerate(tools)]
+    return [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
+
+
+def _arguments(tools: Sequence[Tool], schemas: Mapping[str, str]) -> list[str]:
+    return [f"args_{index}: %json {schemas.get(tool.name, _ANY_OBJECT)}" for index, tool in enumerate(tools)]
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
