@@ -146,12 +146,22 @@ _STYLES = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "pyth
 
 def _json_calls(tools: Sequence[Tool], schemas: Mapping[str, str], key: str) -> list[str]:
     """A rule `call` for `{"name": …, key: …}`."""
-    calls = [f'{_literal(f'{{"name": "{tool.name}", "{key}": ')} args_{index} "}}"' for index, tool in enumerate(tools)]
+    heads = [_literal('{"name": "' + tool.name + f'", "{key}": ') for tool in tools]
+    calls = [f'{head} args_{index} "}}"' for index, head in enumerate(heads)]
     return [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
 
 
 def _arguments(tools: Sequence[Tool], schemas: Mapping[str, str]) -> list[str]:
-    return [f"args_{index}: %json {schemas.get(tool.name, _ANY_OBJECT)}" for index, tool in enumerate(tools)]
+    return [
+        f"args_{index}: %json {_with_whitespace(schemas.get(tool.name, _ANY_OBJECT))}"
+        for index, tool in enumerate(tools)
+    ]
+
+
+def _with_whitespace(schema: str) -> str:
+    """`schema`, with as much between its tokens as models write, and no more: nothing else would end it."""
+    inner = schema[1:].lstrip()
+    return '{"x-guidance": {"whitespace_pattern": "[ \\\\n]{1,40}"}' + ("" if inner == "}" else ", ") + inner
 
 
 def _literal(text: str) -> str:

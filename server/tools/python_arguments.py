@@ -16,6 +16,7 @@ MAX_STEPS = 16384
 _MAX_RUN = 1024
 """How many of them are rewritten at once."""
 _MAX_WORD_CHARS = 256
+_MAX_BRACKETS_CHARS = 4096
 
 _WS = r"[ \t\r\n]*+"
 _NUMBER = r"-?(?:0|[1-9]\d*+)(?:\.\d++)?+(?:[eE][+-]?\d++)?+"
@@ -146,7 +147,8 @@ class PythonArguments:
 
     def _open(self, text: str, position: int, character: str) -> int:
         self._write_space(comma=self._comma)
-        whole = _BRACKETS.match(text, position)
+        # Not further: of one that is never closed, nothing but its first bracket would be used.
+        whole = _BRACKETS.match(text, position, position + _MAX_BRACKETS_CHARS)
         if whole is not None:
             self._out.append(whole.group())
             self._state = self._behind_value

@@ -379,7 +379,7 @@ class _App(httpx.AsyncBaseTransport):
 def openai_client() -> Iterator[openai.AsyncOpenAI]:
     engine = FakeEngine(say(f"<think>so</think>Well.{CALL}{OTHER}"))
     transport = _App(given_services(engine, **THINKS))
-    http = httpx.AsyncClient(transport=transport, base_url="http://test")
+    http: Any = httpx.AsyncClient(transport=transport, base_url="http://test")
     yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
 
 

@@ -1,0 +1,152 @@
+"""Tools as a grammar: what llguidance lets through is what the style's parser reads as calls, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from server.errors import UnsupportedParameter
+from server.reasoning.styles import REASONING_STYLES
+from server.tools.definitions import ToolRequest, parse_tools
+from server.tools.grammar import CallGrammar
+from server.tools.styles import TOOL_STYLES
+from tests.models import EOS_ID, build_tokenizer
+from tests.server.test_tool_parsers import parse
+
+llguidance = pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "get_weather"}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>")
+
+
+@functools.cache
+def tokenizer(special: tuple[str, ...]) -> tuple[Any, Any, dict[str, int]]:
+    own = build_tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<turn>", *special]})
+    compiled = llguidance.LLTokenizer(own.backend_tokenizer.to_str(), eos_token=EOS_ID)
+    return own.backend_tokenizer, compiled, {name: own.convert_tokens_to_ids(name) for name in special}
+
+
+def grammar(style: str, special: tuple[str, ...] = (), **options: Any) -> CallGrammar:
+    return CallGrammar(TOOL_STYLES[style], tokenizer(special)[2], **options)
+
+
+def accepts(made: CallGrammar, request: ToolRequest, text: str, special: tuple[str, ...] = ()) -> bool:
+    """Whether `text`, and then the end, is an answer that the grammar allows."""
+    backend, compiled, _ = tokenizer(special)
+    schemas = {} if made.style.name == "pythonic" else {"f": json.dumps(SCHEMA)}
+    matcher = llguidance.LLMatcher(compiled, made.compiled(request, schemas), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [*backend.encode(text, add_special_tokens=False).ids, EOS_ID]
+    return bool(matcher.validate_tokens(ids) == len(ids))
+
+
+def call(style: str, name: str, arguments: str) -> str:
+    """As the style's models write it."""
+    match style:
+        case "hermes":
+            return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        case "llama3_json":
+            return f'{{"name": "{name}", "parameters": {arguments}}}'
+        case "mistral":
+            return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
+    return f"[{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(arguments).items())})]"
+
+
+@pytest.mark.parametrize("style", TOOL_STYLES)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls(style: str, choice: str) -> None:
+    request, made = parse_tools(TOOLS, choice, None), grammar(style)
+    for name, arguments in (("f", '{"a": 5}'), ("get_weather", "{}")):
+        text = call(style, name, arguments)
+        assert accepts(made, request, text)
+        _, ((read, written),) = parse(TOOL_STYLES[style].parser, [text])
+        assert (read, json.loads(written)) == (name, json.loads(arguments))
+    assert not accepts(made, request, call(style, "unknown", "{}"))
+    assert not accepts(made, request, call(style, "f", '{"b": 5}'))
+    assert not accepts(made, request, call(style, "f", '{"a": 5}')[:-2])
+    assert accepts(made, request, "It is Paris.") == (choice == "auto")
+    assert accepts(made, request, "") == (choice == "auto")
+
+
+def test_a_schema_is_kept_to() -> None:
+    request = parse_tools(TOOLS, "required", None)
+    for style in ("hermes", "llama3_json", "mistral"):
+        for arguments in ('{"a": "x"}', "{}", '{"a": 1, "b": 2}', "[]"):
+            assert not accepts(grammar(style), request, call(style, "f", arguments))
+    with pytest.raises(UnsupportedParameter):
+        grammar("pythonic").lark(request, {"f": json.dumps(SCHEMA)})
+
+
+@pytest.mark.parametrize("style", TOOL_STYLES)
+def test_one_function(style: str) -> None:
+    request, made = parse_tools(TOOLS, NAMED, None), grammar(style)
+    assert accepts(made, request, call(style, "get_weather", "{}"))
+    assert not accepts(made, request, call(style, "f", '{"a": 5}'))
+
+
+@pytest.mark.parametrize(
+    ("style", "several"),
+    [
+        ("hermes", call("hermes", "f", '{"a": 1}') + "\n" + call("hermes", "get_weather", '{"b": [1]}')),
+        ("llama3_json", call("llama3_json", "f", '{"a": 1}') + "; " + call("llama3_json", "get_weather", "{}")),
+        ("mistral", call("mistral", "f", '{"a": 1}')[:-1] + ', {"name": "get_weather", "arguments": {}}]'),
+        ("pythonic", "[f(a=1), get_weather()]"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parallel_calls(style: str, several: str, choice: str) -> None:
+    made = grammar(style)
+    assert accepts(made, parse_tools(TOOLS, choice, True), several)
+    assert not accepts(made, parse_tools(TOOLS, choice, False), several) or (style, choice) == ("hermes", "auto")
+    assert [name for name, _ in parse(TOOL_STYLES[style].parser, [several])[1]] == ["f", "get_weather"]
+
+
+def test_text_before_calls() -> None:
+    request = parse_tools(TOOLS, "auto", None)
+    assert accepts(grammar("hermes"), request, "Let me see. " + call("hermes", "f", '{"a": 1}') + " So.")
+    assert not accepts(grammar("hermes"), request, "Let me see. " + call("hermes", "f", '{"a": "x"}'))
+
+
+def test_markers_that_are_special_tokens() -> None:
+    request = parse_tools(TOOLS, "required", None)
+    text = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}'
+    assert accepts(grammar("mistral", SPECIAL), request, text, SPECIAL)
+    assert accepts(grammar("hermes", SPECIAL), request, call("hermes", "f", '{"a": 1}'), SPECIAL)
+    free = parse_tools(TOOLS, "auto", None)
+    assert accepts(grammar("mistral", SPECIAL), free, "Well. " + text, SPECIAL)
+    assert not accepts(grammar("mistral", SPECIAL), free, text.replace("1", '"x"'), SPECIAL)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_reasoning_comes_first(is_open: bool) -> None:
+    request = parse_tools(TOOLS, "required", None)
+    made = grammar("hermes", reasoning=REASONING_STYLES["qwen3"], begins_in_reasoning=is_open)
+    thought = ("" if is_open else "<think>") + "So it is.\n</think>\n\n"
+    assert accepts(made, request, thought + call("hermes", "f", '{"a": 1}'))
+    assert not accepts(made, request, thought + "Paris.")
+    assert accepts(made, request, call("hermes", "f", '{"a": 1}')) == (not is_open)
+
+
+def test_hostile_names() -> None:
+    """A property's name is data, wherever it stands."""
+    name = 'a"} | TEXT //'
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {name: {}}}}}
+    ]
+    request = parse_tools(tools, "required", None)
+    assert not accepts(grammar("pythonic"), request, "Paris")
+    assert accepts(grammar("pythonic"), request, "[f()]")
