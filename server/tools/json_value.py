@@ -20,10 +20,9 @@ def _closed(levels: int) -> str:
     return rf"(?:[^\"{{}}\[\]<]++|{_STRING}|\[{inner}\]|\{{{inner}\}})*+"
 
 
-_PLAIN = re.compile(_closed(6), re.DOTALL)
+_PLAIN = _closed(6)
+_STEP = re.compile(rf"{_PLAIN}([{{\[]*+){_PLAIN}([}}\]]*+)", re.DOTALL)
 _STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
-_OPENERS = re.compile(r"[{\[]++")
-_CLOSERS = re.compile(r"[}\]]++")
 _CLOSER_OF = str.maketrans("{[", "}]")
 MAX_DEPTH = 128
 
@@ -45,31 +44,33 @@ class JsonValue:
     def scan(self, text: str, position: int) -> int:
         """The end of what belongs to the value: its own end, where it is `broken`, or the end of the text."""
         end = len(text)
+        if not self._open and position < end:
+            self._open = text[position]
+            position += 1
         while position < end and not (self.ended or self.broken):
-            if self._in_string:
-                position = self._string(text, position)
-                continue
-            if self._open:
-                position = _matched(_PLAIN, text, position)
-                if position == end:
-                    break
-            character = text[position]
-            if character == '"':
-                self._in_string = True
-                position += 1
-            elif character in "]}":
-                position = self._close(text, position)
-            elif character in "[{" and len(self._open) < MAX_DEPTH:
-                # At depth 0 only the value's own brace is its first; more of them are wrong, and count all the same.
-                behind = _matched(_OPENERS, text, position)
-                self._open += text[position:behind][:MAX_DEPTH]
-                position = behind
-            else:
-                self.broken = True
+            position = self._string(text, position) if self._in_string else self._step(text, position)
         return position
 
-    def _close(self, text: str, position: int) -> int:
-        run = text[position : _matched(_CLOSERS, text, position)][: len(self._open)]
+    def _step(self, text: str, position: int) -> int:
+        found = _STEP.match(text, position)
+        assert found is not None  # noqa: S101 - it matches everywhere
+        openers, closers = found.groups()
+        self._open += openers[: MAX_DEPTH + 1]
+        if len(self._open) > MAX_DEPTH:
+            self.broken = True
+            return found.end(1)
+        if closers:
+            return self._close(closers, found.start(2))
+        position = found.end()
+        if position < len(text):
+            self._in_string = text[position] == '"'
+            self.broken = not self._in_string and text[position] not in "{["
+            position += self._in_string
+        return position
+
+    def _close(self, closers: str, position: int) -> int:
+        """`closers`: all the closing brackets at `position`, which may be more than are open."""
+        run = closers[: len(self._open)]
         left = len(self._open) - len(run)
         if self._open[left:].translate(_CLOSER_OF)[::-1] != run:
             self.broken = True

@@ -1,4 +1,4 @@
-"""`make bench-parsers`: the tool and reasoning parsers on 500 KB of text that is as bad as we could think of, in one
+"""`python -m tests.bench.parsers`: the tool and reasoning parsers on 500 KB of text that is as bad as we could think of, in one
 piece, and what they cost for each token of an ordinary answer.
 
 Prints one JSON line a figure, CPU time. The event loop waits for a parser, so no text may hold it up for long: 50 ms is
