@@ -75,10 +75,10 @@ class ChatParts:
         style = rules.reasoning
         self._think = None if style is None else style.parser(is_open=rules.begins_in_reasoning)
         if rules.tool_style is not None:
-            self._calls = rules.tool_style.parser(rules.tools.names, rules.special_markers)
+            self._calls = rules.tool_style.parser(rules.tools.schemas, rules.special_markers)
         else:
             # A parser that knows no calls, but drops the markers that are special tokens.
-            self._calls = JsonCalls(frozenset(), starts=(), hidden=rules.special_markers)
+            self._calls = JsonCalls((), starts=(), hidden=rules.special_markers)
         self._space: list[str] = []
         """Content that is dropped if a call comes next."""
         self._behind_call = False

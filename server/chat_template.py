@@ -127,20 +127,22 @@ class ChatTemplate:
         It is tried: no template says so."""
         template = arguments["chat_template"]
         if template not in self._wants_text_of:
-            takes_object = self._shows_probe(template, _PROBE)
-            found = not takes_object and self._shows_probe(template, _with_arguments_as_text(_PROBE))
+            as_object, as_text = self._probe(template, _PROBE), self._probe(template, _with_arguments_as_text(_PROBE))
+            # Where it makes no difference, text: it is what the model wrote, to the character.
+            found = bool(as_text) and as_object in ("", as_text)
             if template != self._override:
                 return found  # a client's: not worth remembering
             self._wants_text_of[template] = found
         return self._wants_text_of[template]
 
-    def _shows_probe(self, template: str | None, call: Mapping[str, Any]) -> bool:
+    def _probe(self, template: str | None, call: Mapping[str, Any]) -> str:
+        """What the template makes of a call; empty if its arguments are not in there as JSON."""
         messages = [{"role": "user", "content": "?"}, call]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template))
         except Exception:
-            return False
-        return '"probed_key"' in text
+            return ""
+        return text if '{"probed_key": "value"}' in text else ""
 
 
 _PROBE = {

@@ -17,7 +17,7 @@ from server.flag_types import size as _size
 from server.flag_types import with_default as _with_default
 
 _DEFAULTS = ServerConfig()
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 

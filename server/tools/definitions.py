@@ -52,8 +52,9 @@ class ToolRequest:
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.callable_tools)
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The arguments' schemas of the functions that may be called."""
+        return {tool.name: tool.parameters for tool in self.callable_tools}
 
     @property
     def definitions(self) -> list[Mapping[str, Any]] | None:

@@ -8,12 +8,13 @@ a tool is `strict`. Reasoning, where the model does any, comes first and is free
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from server.errors import UnsupportedParameter
 from server.reasoning.styles import ReasoningStyle
-from server.tools import hermes, llama3, mistral
+from server.tools import hermes, llama3, mistral, qwen3_coder
 from server.tools.definitions import Tool, ToolRequest
 from server.tools.styles import ToolStyle
 
@@ -45,7 +46,7 @@ class CallGrammar:
     def lark(self, tools: ToolRequest, schemas: Mapping[str, str]) -> str:
         """The grammar. `schemas`: the JSON schema of each function's arguments, as checked JSON text; functions that
         have none there take any object. Raises UnsupportedParameter for a style in which schemas cannot be followed."""
-        if self.style.name == "pythonic" and schemas:
+        if schemas and self.style.name not in _WITH_SCHEMAS:
             raise UnsupportedParameter("tools: this model's calls cannot be held to a schema.", param="tools")
         wanted = tools.callable_tools
         calls = _STYLES[self.style.name](self, wanted, schemas, tools.parallel)
@@ -141,7 +142,29 @@ def _pythonic(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str,
     )
 
 
-_STYLES = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "pythonic": _pythonic}
+def _qwen3_coder(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
+    end = grammar.marker(qwen3_coder.END)
+    block = f"{grammar.marker(qwen3_coder.START)} WS call WS {end}"
+    rules = [grammar.free_until("before", qwen3_coder.START), 'value[lazy]: TEXT "</parameter>"']
+    for index, tool in enumerate(tools):
+        names = sorted(name for name in tool.parameters.get("properties", {}) if re.fullmatch(r"[^<>\n]{1,200}", name))
+        tags = " | ".join(_literal(f"<parameter={name}>") for name in names)
+        arguments = f"(({tags}) value WS)*" if names else ""
+        rules.append(f'call_{index}: {_literal(f"<function={tool.name}>")} WS {arguments} "</function>"')
+    rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
+    more = f"(WS {block})*" if parallel else ""
+    return _Calls(f"{block} {more}", f"(before WS call WS {end}){'*' if parallel else '?'} TEXT", rules)
+
+
+_STYLES = {
+    "hermes": _hermes,
+    "llama3_json": _llama3,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+    "qwen3_coder": _qwen3_coder,
+}
+_WITH_SCHEMAS = frozenset({"hermes", "llama3_json", "mistral"})
+"""Styles whose arguments are JSON."""
 
 
 def _json_calls(tools: Sequence[Tool], schemas: Mapping[str, str], key: str) -> list[str]:

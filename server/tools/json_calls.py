@@ -8,7 +8,7 @@ before the name, arguments as a string) are waited for, and decoded as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
@@ -45,7 +45,7 @@ class JsonCalls(StatefulParser):
 
     def __init__(
         self,
-        names: frozenset[str],
+        names: Container[str],
         *,
         starts: Sequence[str],
         ends: Sequence[str] = (),

@@ -3,11 +3,13 @@ semicolons between, or they stand behind `<|python_tag|>`."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from server.tools.json_calls import JsonCalls
 
 START = "<|python_tag|>"
 
 
 class Llama3Parser(JsonCalls):
-    def __init__(self, names: frozenset[str], hidden: frozenset[str] = frozenset()) -> None:
+    def __init__(self, names: Container[str], hidden: frozenset[str] = frozenset()) -> None:
         super().__init__(names, starts=(START,), bare=True, hidden=hidden)

@@ -4,6 +4,7 @@ version of their tokenizer `[TOOL_CALLS]name[ARGS]{…}`, once for each call."""
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from server.tools.json_calls import MAX_CALLS, JsonCalls
 
@@ -15,7 +16,7 @@ _MAX_NAMED_CHARS = 256
 
 
 class MistralParser(JsonCalls):
-    def __init__(self, names: frozenset[str], hidden: frozenset[str] = frozenset()) -> None:
+    def __init__(self, names: Container[str], hidden: frozenset[str] = frozenset()) -> None:
         super().__init__(names, starts=(START,), others=(ARGS, CALL_ID), hidden=hidden)
 
     def _other(self, text: str, position: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from server.markers import Markers
 from server.tools.events import ToolEvent
@@ -23,7 +24,7 @@ _HEAD_SO_FAR = re.compile(r"\s*+(?:[A-Za-z_][\w.\-]{0,63}+\s*+)?\Z")
 class PythonicParser(StatefulParser):
     """Only the names in `names` are calls': a text may well begin with a bracket."""
 
-    def __init__(self, names: frozenset[str], hidden: frozenset[str] = frozenset()) -> None:
+    def __init__(self, names: Container[str], hidden: frozenset[str] = frozenset()) -> None:
         super().__init__(hidden)
         self._names = names
         self._content_markers = Markers([*STARTS, *hidden])

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from server.tools import hermes, llama3, mistral, pythonic
+from server.tools import hermes, llama3, mistral, pythonic, qwen3_coder
 from server.tools.events import ToolParser
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -28,8 +29,8 @@ class ToolStyle:
     name: str
     markers: tuple[str, ...]
     """What the parser must see, also where they are special tokens."""
-    parser: Callable[[frozenset[str], frozenset[str]], ToolParser]
-    """(the tools' names, the markers that are special tokens) to the parser of one choice."""
+    parser: Callable[[Mapping[str, Mapping[str, Any]], frozenset[str]], ToolParser]
+    """(the functions with their arguments' schemas, the markers that are special tokens) to a choice's parser."""
     new_id: Callable[[], str] = _call_id
 
 
@@ -40,7 +41,11 @@ _MISTRAL = ToolStyle(
 )
 _PYTHONIC = ToolStyle("pythonic", (*pythonic.STARTS, *pythonic.ENDS), pythonic.PythonicParser)
 
-TOOL_STYLES: dict[str, ToolStyle] = {style.name: style for style in (_HERMES, _LLAMA3, _MISTRAL, _PYTHONIC)}
+_QWEN3_CODER = ToolStyle("qwen3_coder", (qwen3_coder.START, qwen3_coder.END), qwen3_coder.Qwen3CoderParser)
+
+TOOL_STYLES: dict[str, ToolStyle] = {
+    style.name: style for style in (_HERMES, _LLAMA3, _MISTRAL, _PYTHONIC, _QWEN3_CODER)
+}
 
 
 def load_tool_style(name: str, template: str) -> ToolStyle | None:
@@ -52,7 +57,7 @@ def load_tool_style(name: str, template: str) -> ToolStyle | None:
     return TOOL_STYLES.get(name)
 
 
-_OTHER_STYLES = ("<function=", "<arg_key>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<function_calls>")
+_OTHER_STYLES = ("<arg_key>", "<｜tool▁calls▁begin｜>", "<|channel|>", "<function_calls>")
 """Found in templates of models whose calls no parser here reads, although some have `<tool_call>` around them."""
 
 
@@ -60,6 +65,8 @@ def tool_style_of(template: str) -> ToolStyle | None:
     """The style that a chat template's text asks for; None if it takes no tools, or its style is not known."""
     if "tools" not in template or any(mark in template for mark in _OTHER_STYLES):
         return None
+    if "<function=" in template and "<parameter=" in template:
+        return _QWEN3_CODER
     if "<tool_call>" in template:
         return _HERMES
     if mistral.START in template:

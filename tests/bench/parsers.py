@@ -1,5 +1,5 @@
-"""`python -m tests.bench.parsers`: the tool and reasoning parsers on 500 KB of text that is as bad as we could think of, in one
-piece, and what they cost for each token of an ordinary answer.
+"""`python -m tests.bench.parsers`: the tool and reasoning parsers on 500 KB of text that is as bad as we could make it,
+in one piece, and what they cost for each token of an ordinary answer.
 
 Prints one JSON line a figure, CPU time. The event loop waits for a parser, so no text may hold it up for long: 50 ms is
 the target for each of these, and no answer comes in pieces of that size.
@@ -12,13 +12,13 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from server.reasoning.styles import REASONING_STYLES
 from server.tools.styles import TOOL_STYLES
 
 SIZE = 500_000
-NAMES = frozenset({"f", "g"})
+TOOLS: dict[str, dict[str, Any]] = {"f": {"properties": {"n": {"type": "integer"}}}, "g": {}}
 
 _HEAD = '<tool_call>{"name": "f", "arguments": {"a": '
 # style: (what the text begins with, what then repeats)
@@ -46,6 +46,13 @@ ADVERSARIAL: dict[str, list[tuple[str, str]]] = {
         ("[f(a='", "\\'"), ("[f(a='", "\\"), ("[f(a='", '"'), ("[f(a='", "\\x41"), ("[f(a={", '":'),
         ("", "<|tool_call_start|>["),
     ],
+    "qwen3_coder": [
+        ("", "<tool_call>"), ("", "<function="), ("", "<tool_call><function=f></function></tool_call>"),
+        ("<tool_call>", " "), ("", "<function=f>"), ("<function=f>", "<parameter=a></parameter>"),
+        ("<function=f>", "<parameter=n>1</parameter>"), ("<function=f><parameter=a>", "</parameter"),
+        ("<function=f><parameter=a>", "\n"), ("<function=f><parameter=a>", '"'), ("<function=f><parameter=n>", "["),
+        ("<function=f>", "<parameter="),
+    ],
 }  # fmt: skip
 THOUGHTS = [("<think>", "<"), ("<think>", "</think"), ("<think>", " "), ("", "<think>"), ("<think>", "a "), ("", " ")]
 
@@ -59,7 +66,7 @@ class Parser(Protocol):
 
 
 def tool_parser(name: str) -> Parser:
-    return TOOL_STYLES[name].parser(NAMES, frozenset())
+    return TOOL_STYLES[name].parser(TOOLS, frozenset())
 
 
 def think_parser(name: str) -> Parser:
@@ -94,6 +101,8 @@ def ordinary() -> Iterator[tuple[str, Callable[[], Parser], str]]:
         "hermes": f'<tool_call>{{"name": "f", "arguments": {call}}}</tool_call>',
         "llama3_json": f'{{"name": "f", "parameters": {call}}}',
         "mistral": f"[TOOL_CALLS]f[ARGS]{call}",
+        "qwen3_coder": "<function=f>"
+        + "".join(f"<parameter={key}>{value}</parameter>" for key, value in json.loads(call).items()),
         "pythonic": f"[f({', '.join(f'{key}={value!r}' for key, value in json.loads(call).items())})]",
     }
     for name, text in written.items():

@@ -33,7 +33,7 @@ def test_tools() -> None:
         ("g-2_X", {}, False),
     ]
     assert (request.choice, request.parallel, request.definitions) == ("auto", True, given)
-    assert request.names == {"f", "g-2_X"}
+    assert request.schemas == {"f": parameters, "g-2_X": {}}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_choices(tools: Any, choice: Any, expected: str) -> None:
     assert request.is_active == (expected != "none")
     assert (request.definitions is None) == (expected == "none")
     if expected == "named":
-        assert request.names == {"f"}
+        assert set(request.schemas) == {"f"}
 
 
 def test_parallel() -> None:

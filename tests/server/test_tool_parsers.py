@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,17 +16,28 @@ from server.tools.json_calls import MAX_CALLS
 from server.tools.llama3 import Llama3Parser
 from server.tools.mistral import MistralParser
 from server.tools.pythonic import PythonicParser
+from server.tools.qwen3_coder import Qwen3CoderParser
 from server.tools.styles import TOOL_STYLES, load_tool_style, tool_style_of
 from tests.server.splits import pieces_of
 
-NAMES = frozenset({"f", "get_weather"})
-Parser = Callable[[frozenset[str], frozenset[str]], ToolParser]
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {
+        "properties": {
+            "n": {"type": "integer"},
+            "list": {"type": "array"},
+            "flag": {"type": ["boolean", "null"]},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        }
+    },
+    "get_weather": {},
+}
+Parser = Callable[[Mapping[str, Mapping[str, Any]], frozenset[str]], ToolParser]
 Calls = list[tuple[str, str]]
 
 
 def parse(parser: Parser, pieces: Sequence[str], hidden: frozenset[str] = frozenset()) -> tuple[str, Calls]:
     """(text, calls). Every call is closed before anything else comes."""
-    made = parser(NAMES, hidden)
+    made = parser(TOOLS, hidden)
     text, calls, is_open = "", [], False
     for event in [event for piece in pieces for event in made.push(piece)] + made.flush():
         match event:
@@ -123,7 +134,7 @@ def test_llama3(given: str, text: str, calls: Calls) -> None:
 
 def test_an_answer_that_is_json_is_not_held_back() -> None:
     for text in ('{"city": ', '{"name": "Ada", '):
-        parser = Llama3Parser(NAMES)
+        parser = Llama3Parser(TOOLS)
         assert [event for piece in text for event in parser.push(piece)] != []
 
 
@@ -177,6 +188,39 @@ def test_pythonic(given: str, text: str, calls: Calls) -> None:
     check(PythonicParser, given, text, calls)
 
 
+def coder(function: str, **arguments: str) -> str:
+    """As Qwen3-Coder writes a call."""
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in arguments.items())
+    return f"<tool_call>\n<function={function}>\n{parameters}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "calls"),
+    [
+        (coder("f", a="Paris", n="2"), "", [("f", '{"a": "Paris", "n": 2}')]),
+        (coder("f"), "", [("f", "{}")]),
+        (f"Well. {coder('f', a='x')}\n{coder('f')}!", "Well. \n!", [("f", '{"a": "x"}'), ("f", "{}")]),
+        (coder("f", a='\n"two\nlines"\\\n</p\n'), "", [("f", '{"a": "\\n\\"two\\nlines\\"\\\\\\n</p\\n"}')]),
+        (coder("f", list='[1, {"a": "b"}]', flag="True"), "", [("f", '{"list": [1, {"a": "b"}], "flag": true}')]),
+        (coder("f", maybe="null", flag="None"), "", [("f", '{"maybe": null, "flag": null}')]),
+        (coder("f", n="many", maybe="5"), "", [("f", '{"n": "many", "maybe": "5"}')]),
+        ("<function=f><parameter=a>x</parameter></function>", "", [("f", '{"a": "x"}')]),
+        ("<tool_call><function=unknown></function></tool_call>", "", [("unknown", "{}")]),
+        # cut off, or wrong within the arguments
+        ("<tool_call><function=f><parameter=a>x</par", "", [("f", '{"a": "x</par')]),
+        ("<tool_call><function=f><parameter=n>12", "", [("f", '{"n": 12')]),
+        ("<tool_call><function=f>what</function></tool_call>!", "!", [("f", "{what")]),
+        # no call
+        ("<tool_call>what</tool_call>", "<tool_call>what</tool_call>", []),
+        ("a <function=> b", "a <function=> b", []),
+        ("<tool_call>\n<functi", "<tool_call>\n<functi", []),
+        ("1 < 2", "1 < 2", []),
+    ],
+)
+def test_qwen3_coder(given: str, text: str, calls: Calls) -> None:
+    check(Qwen3CoderParser, given, text, calls)
+
+
 PYTHON_VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -220,7 +264,7 @@ JSON = st.dictionaries(
 
 
 @pytest.mark.parametrize("style", STYLES)
-@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), JSON), min_size=1, max_size=3), st.data())
+@given(st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), JSON), min_size=1, max_size=3), st.data())
 def test_calls_come_out_as_they_went_in(style: str, calls: list[tuple[str, Any]], data: st.DataObject) -> None:
     parser, write, between = STYLES[style]
     written = [(name, json.dumps(arguments)) for name, arguments in calls]
@@ -231,6 +275,7 @@ def test_calls_come_out_as_they_went_in(style: str, calls: list[tuple[str, Any]]
 SNIPPETS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>",
     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {', '"a": 1', '{"a"', "f", "[f(", "a=", "'", '"', "\\",
+    "<function=", "f>", "<function=f>", "<parameter=a>", "<parameter=n>", "</parameter>", "</function>",
     "{", "}", "[", "]", "(", ")", ",", " ", "\n", "<", "x", "1", ":", ";", "é", "True",
 ]  # fmt: skip
 
@@ -268,6 +313,7 @@ def test_markers_that_are_special_tokens_are_never_content(style: str, text: str
         ("llama3_json", '{"name": "f", "parameters": {}};', MAX_CALLS),
         ("mistral", "[TOOL_CALLS]f[ARGS]{}", MAX_CALLS),
         ("pythonic", "<|python_start|>[f()]<|python_end|>", MAX_CALLS),
+        ("qwen3_coder", "<tool_call><function=f></function></tool_call>", MAX_CALLS),
     ],
 )
 def test_more_calls_than_anybody_means(style: str, call: str, num_calls: int) -> None:
@@ -285,7 +331,7 @@ def test_more_calls_than_anybody_means(style: str, call: str, num_calls: int) ->
         ("{{ tools }}<|python_tag|>", "llama3_json"),
         ("{{ tools }}<|tool_call_start|>", "pythonic"),
         ("{{ tools }} [func_name1(params_name1=params_value1)]", "pythonic"),
-        ("{{ tools }}<tool_call>\n<function=x>", None),
+        ("{{ tools }}<tool_call>\n<function=x>\n<parameter=y>", "qwen3_coder"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", None),
         ("<tool_call>", None),
         ("{{ tools }}", None),
