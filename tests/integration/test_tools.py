@@ -61,7 +61,7 @@ def test_a_whole_answer(client: openai.OpenAI, llama: Path) -> None:
     details = answer.usage and answer.usage.completion_tokens_details
     assert details is not None
     assert details.reasoning_tokens is not None
-    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens  # type: ignore[union-attr]
+    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
 
 
 def test_a_stream(client: openai.OpenAI, llama: Path) -> None:
