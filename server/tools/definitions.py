@@ -52,6 +52,13 @@ class ToolRequest:
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the answer must follow a grammar: a call is demanded, or arguments that fit their schema."""
+        return self.choice in ("required", "named") or (
+            self.is_active and any(tool.strict for tool in self.callable_tools)
+        )
+
+    @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """The arguments' schemas of the functions that may be called."""
         return {tool.name: tool.parameters for tool in self.callable_tools}

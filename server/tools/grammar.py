@@ -46,7 +46,7 @@ class CallGrammar:
     def lark(self, tools: ToolRequest, schemas: Mapping[str, str]) -> str:
         """The grammar. `schemas`: the JSON schema of each function's arguments, as checked JSON text; functions that
         have none there take any object. Raises UnsupportedParameter for a style in which schemas cannot be followed."""
-        if schemas and self.style.name not in _WITH_SCHEMAS:
+        if schemas and self.style.name not in WITH_SCHEMAS:
             raise UnsupportedParameter("tools: this model's calls cannot be held to a schema.", param="tools")
         wanted = tools.callable_tools
         calls = _STYLES[self.style.name](self, wanted, schemas, tools.parallel)
@@ -163,7 +163,7 @@ _STYLES = {
     "pythonic": _pythonic,
     "qwen3_coder": _qwen3_coder,
 }
-_WITH_SCHEMAS = frozenset({"hermes", "llama3_json", "mistral"})
+WITH_SCHEMAS = frozenset({"hermes", "llama3_json", "mistral"})
 """Styles whose arguments are JSON."""
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from typing import Any
 
 import pytest
 
-from server.errors import UnsupportedParameter
+from server.chat_parts import PartsRules
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.reasoning.styles import REASONING_STYLES
+from server.tokenizer import Tokenizer
+from server.tools.compile import compile_calls
 from server.tools.definitions import ToolRequest, parse_tools
 from server.tools.grammar import CallGrammar
 from server.tools.styles import TOOL_STYLES
@@ -157,3 +161,61 @@ def test_hostile_names() -> None:
     request = parse_tools(tools, "required", None)
     assert not accepts(grammar("pythonic"), request, "Paris")
     assert accepts(grammar("pythonic"), request, "[f()]")
+
+
+# --- from a request to a checked grammar ------------------------------------------------------------------------------
+
+
+def compiled(tools: Any, choice: Any, *, refuse: str = "\0", style: str = "hermes") -> list[str]:
+    """The grammars that were checked, the last of which was taken. `refuse`: grammars with this in them are refused."""
+    checked: list[str] = []
+
+    def check_schema(schema: Any, where: str) -> str:
+        text = json.dumps(schema)
+        if "cyclic" in text:
+            raise InvalidRequest("no", param=where)
+        return text
+
+    async def check_grammar(made: str, param: str) -> str:
+        checked.append(made)
+        if refuse in made:
+            raise InvalidRequest("no", param=param)
+        assert not llguidance.LLMatcher(tokenizer(())[1], made, log_level=0).is_error()
+        return made
+
+    rules = PartsRules(parse_tools(tools, choice, None), TOOL_STYLES[style])
+    taken = asyncio.run(compile_calls(rules, Tokenizer(build_tokenizer()), check_schema, check_grammar))
+    assert taken == (checked[-1] if checked else "")
+    return checked
+
+
+def function(name: str, *, strict: bool = False, **parameters: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **parameters}
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
+
+
+def test_what_is_constrained() -> None:
+    assert compiled([function("f")], "auto") == []
+    assert compiled([function("f", strict=True)], "none") == []
+    assert len(compiled([function("f", strict=True)], "auto")) == 1
+    assert len(compiled([function("f")], "required")) == 1
+    (free,) = compiled([function("f", strict=True), function("g", title="other")], "auto")
+    assert "integer" in free
+    assert "other" not in free
+    (forced,) = compiled([function("f"), function("g", title="other")], "required")
+    assert "other" in forced
+
+
+def test_schemas_that_cannot_be_followed() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compiled([function("f"), function("g", strict=True, title="cyclic")], "auto")
+    assert caught.value.param == "tools[1].function.parameters"
+    # Nobody asked for these to be.
+    (made,) = compiled([function("f"), function("g", title="cyclic")], "required")
+    assert "cyclic" not in made
+    first, second = compiled([function("f", title="costly")], "required", refuse="costly")
+    assert "costly" in first
+    assert "costly" not in second
+    assert len(compiled([function("f")], "required", style="pythonic")) == 1
+    with pytest.raises(UnsupportedParameter):
+        compiled([function("f", strict=True)], "required", style="pythonic")
