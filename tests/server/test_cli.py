@@ -42,6 +42,11 @@ def test_the_defaults_are_the_runners_own() -> None:
         ("--max-body-bytes 5Mi --shutdown-timeout 1.5", {"max_body_bytes": 5 << 20, "shutdown_timeout": 1.5}),
         ("--chat-template x --generation-config none", {"chat_template": "x", "generation_config": "none"}),
         ("--no-enable-prompt-embeds", {"enable_prompt_embeds": False}),
+        (
+            "--tool-call-parser hermes --reasoning-parser none",
+            {"tool_call_parser": "hermes", "reasoning_parser": "none"},
+        ),
+        ("--enable-auto-tool-choice", {}),  # vLLM's, and no news
         ("--device cpu --dtype float32", {"device": "cpu", "dtype": "float32"}),
         (
             "--load-format dummy --seed 7 --trust-remote-code",

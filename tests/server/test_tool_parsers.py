@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.reasoning.styles import REASONING_STYLES
+from server.serve_command import REASONING_PARSERS, TOOL_PARSERS
 from server.tools.events import CallArguments, CallEnded, CallStarted, Text, ToolParser
 from server.tools.hermes import HermesParser
 from server.tools.json_calls import MAX_CALLS
@@ -347,3 +349,8 @@ def test_styles_by_name() -> None:
     assert load_tool_style("mistral", "") is TOOL_STYLES["mistral"]
     with pytest.raises(ValueError, match="--tool-call-parser"):
         load_tool_style("x", "")
+
+
+def test_the_flags_know_every_style() -> None:
+    assert set(TOOL_PARSERS) == {"auto", "none", *TOOL_STYLES}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_STYLES}
