@@ -26,6 +26,8 @@ from server.unsupported import CHAT, refuse_unknown, refuse_unsupported
 
 router = APIRouter()
 
+_PROMPT_FIELDS = ("messages", "documents", "tools", "chat_template", "chat_template_kwargs")
+
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
@@ -41,6 +43,9 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     text = await chat_prompt_text(request, services, tools)
     prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
     rules = parts_rules(request, tools, text, services)
+    # What the prompt was made of may be large, and an answer takes its time: it is not held for it.
+    request = request.model_copy(update=dict.fromkeys(_PROMPT_FIELDS))
+    del text
     if rules is None:
         form = ChatFormat(request, prompt, services)
         answer = await open_answer(request, [prompt], services, envelope.id)

@@ -41,6 +41,8 @@ class Services:
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
     running: RunningAnswers = field(default_factory=RunningAnswers)
+    knows_all_answers: bool = True
+    """Whether every answer of the server is in `running`: with several API processes each knows its own."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970: when the model became available."""
 
@@ -59,6 +61,7 @@ class Services:
         honour_priority: bool = False,
         strict_params: bool = False,
         trust_request_template: bool = False,
+        knows_all_answers: bool = True,
         trust_remote_code: bool = False,
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
@@ -83,6 +86,7 @@ class Services:
             honour_priority=honour_priority,
             strict_params=strict_params,
             trust_request_template=trust_request_template,
+            knows_all_answers=knows_all_answers,
         )
 
     @property

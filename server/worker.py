@@ -190,6 +190,7 @@ class Worker:
             honour_priority=config.scheduling_policy == "priority",
             strict_params=config.strict_params,
             trust_request_template=config.trust_request_chat_template,
+            knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
         )
         return replace(services, created=self._created)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.models import Family
+from tests.server.conftest import StartServer
 from tests.server.harness import ServerProcess, completion, eventually
 from tests.server.scripted_runner import Script
 
@@ -85,6 +86,14 @@ def test_answers_that_have_ended_are_forgotten(slow: ServerProcess) -> None:
         assert answer.status_code == 200
         wanted = {"id": answer.json()["id"]}
         eventually(lambda: client.post("/abort", json=wanted).status_code == 404)
+
+
+def test_with_several_workers_it_is_refused(start_server: StartServer) -> None:
+    server = start_server(api_workers=2).wait_ready()
+    for _ in range(2):  # in either of them
+        with server.client() as client:
+            answer = client.post("/abort", json={"id": "cmpl-" + "0" * 32})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
 
 
 def test_ping(slow: ServerProcess) -> None:

@@ -46,16 +46,19 @@ def embedding(rows: int) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat"])
+@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat", "messages"])
 def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: bool) -> None:
     body: dict[str, Any] = completion(1000, stream=stream)
     path = "/v1/completions"
     if kind == "prompt_embeds":
         body |= {"prompt": None, "prompt_embeds": embedding(ROWS)}
-    else:
+    elif kind != "messages":
         body["unknown"] = "x" * (50 << 20)
-    if kind == "chat":
-        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "hi"}]
+    if kind in ("chat", "messages"):
+        message = {"role": "user", "content": "hi"}
+        if kind == "messages":
+            message["unknown"] = "x" * (50 << 20)
+        path, body["messages"] = "/v1/chat/completions", [message]
         del body["prompt"]
     server.complete(1)
     before = anonymous_bytes(server.process.pid)
