@@ -4,8 +4,8 @@ Called by the engine loop with a `Step`, in two halves: forward (upload to logit
 handed to the stream, so on CUDA it is queued and on the CPU deferred (`runner.stream`). On CUDA a half is one graph
 launch (`runner.step_graphs`), unless the step is larger than the graphs or asks for something that they don't hold. One
 packed int32 upload a step carries the schedule and the newly admitted sequences; it happens in every step, so that no
-path can forget it. Nothing else is uploaded but the embedding rows of a prompt chunk. Sampled ids stay in the slots;
-the host gets a copy, a step late.
+path can forget it. Nothing else is uploaded but the embedding rows of a prompt chunk and, between the halves, the token
+masks of entries that a grammar constrains. Sampled ids stay in the slots; the host gets a copy, a step late.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.attention.backend import AttentionBackend, AttentionBatch
+from runner.grammar import Outcome
 from runner.kernels.admit import admit
 from runner.kernels.embed import gather_rows
 from runner.kernels.prepare import SLOTS, STARTS, advance_slots, prepare_inputs
+from runner.kernels.token_mask import mask_logits
 from runner.kv_cache import KVCache
 from runner.model import Model
 from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, sample
-from runner.sequence import Request
+from runner.sequence import Request, Sequence
 from runner.slots import SlotState, StepInputs
 from runner.staging import Staging, record_words, upload_words
 from runner.step import PromptScore, Step
@@ -64,6 +67,10 @@ class Launched:
     logprob_entries: list[int] = field(default_factory=list)
     prompt_logprobs: list[tuple[PromptScore, Tensor, Logprobs]] = field(default_factory=list)
     """(what was scored, the ids at its positions, their log-probabilities), on the host."""
+    mask_shape: tuple[int, int] = (0, 0)
+    """(entries that a grammar constrains, int32 words of each one's mask): what `stage_masks` has made room for."""
+    ends: list[tuple[Sequence, Outcome]] = field(default_factory=list)
+    """Sequences of this step that their grammar ends before the token that it samples."""
 
 
 class DeviceStep:
@@ -83,6 +90,8 @@ class DeviceStep:
         self._logits = torch.zeros(num_slots, model.vocab_size, dtype=model.dtype, device=device)
         """What the first half of a step leaves for the second, by entry."""
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._masks = torch.empty(0, dtype=torch.int32, device=device)
+        """The device's copy of `Staging.masks`."""
         self._graphs: StepGraphs | None = None
         self._ring = [Staging(model, num_slots, words, max_num_batched_tokens) for _ in range(STAGING_DEPTH)]
         self._bans: WeakKeyDictionary[Request, TokenBans] = WeakKeyDictionary()
@@ -121,6 +130,12 @@ class DeviceStep:
         self.stream.run(lambda: self._forward(launched, words))
         return launched
 
+    def stage_masks(self, launched: Launched, entries: list[int], words: int) -> NDArray[np.int32]:
+        """Room for the token masks of some entries, [len(entries), words] int32, to be filled before
+        `launch_sampling`, which uploads them: the only thing that a step uploads between its halves."""
+        launched.mask_shape = len(entries), words
+        return launched.staging.reserve_masks(entries, words)
+
     def launch_sampling(self, launched: Launched) -> None:
         """Hands over the second half. `Launched.done` then says when the results are on the host."""
         asks, edits, launched.logprob_entries = self._asks_of(launched.step)
@@ -138,7 +153,8 @@ class DeviceStep:
             asks |= Asks.of(params)
             if params.logit_bias:
                 changes.append((entry, dict(params.logit_bias)))
-            if step.positions[entry] - sequence.request.prompt_len < params.min_tokens and params.stop_token_ids:
+            early = step.positions[entry] - sequence.request.prompt_len < params.min_tokens
+            if early and params.stop_token_ids and sequence.matcher is None:  # a grammar's mask knows of it
                 changes.append((entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
             if params.allowed_token_ids or params.bad_words:
                 bans.append(BanEdit(entry, self._bans_of(sequence.request)))
@@ -199,21 +215,34 @@ class DeviceStep:
     def _sample(self, launched: Launched, asks: Asks, edits: LogitEdits | None) -> None:
         step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
+        constrained, raw = launched.mask_shape[0] > 0, self._logits[:entries]
+        changed = (asks.penalties or edits is not None) and raw.dtype == torch.float32
+        if asking and (constrained or changed):
+            raw = raw.clone()  # else the sampler changes a copy of its own
+        if constrained:
+            self._apply_masks(launched)
         graph = None
         if self._graphs is not None and edits is None and not asking:
             graph = self._graphs.sampling(entries, asks)
         if graph is not None:
             graph.replay()
         else:
-            raw = self._logits[:entries]
-            if asking and (asks.penalties or edits is not None) and raw.dtype == torch.float32:
-                raw = raw.clone()  # else the sampler changes a copy of its own
             self._choose(entries, asks, edits)
             if asking:
                 top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
                 index = self._to_device(torch.tensor(asking))
                 launched.logprobs = _logprobs_to_host(logprobs_of(raw[index], self._sampled[index], top))
         launched.tokens.copy_(self._sampled, non_blocking=True)
+
+    def _apply_masks(self, launched: Launched) -> None:
+        """To the first half's logits, where they lie: whatever samples them, a graph or not, finds them masked."""
+        count, words = launched.mask_shape
+        size = count * (words + 1)
+        if len(self._masks) < size:
+            self._masks = torch.empty(self.num_slots * (words + 1), dtype=torch.int32, device=self._masks.device)
+        self._masks[:size].copy_(launched.staging.masks[:size], non_blocking=True)
+        masks, entries = self._masks[: count * words].view(count, words), self._masks[count * words : size]
+        mask_logits(self._logits, entries, masks)
 
     # The two below are what is captured: nothing in them depends on data that only the host has.
 

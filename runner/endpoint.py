@@ -1,8 +1,9 @@
 """Where workers' messages come in and the engine's go out. One per runner.
 
 A thread of its own receives, checks and admits, so that a full queue or a bad request is answered at once, however long
-the engine's step takes; what it accepts waits in an inbox for the engine's loop. Sending is done by either thread,
-under a lock (a ZeroMQ socket may change threads behind a full memory barrier, which a lock is).
+the engine's step takes; what it accepts waits in an inbox for the engine's loop. A request with a grammar goes by way
+of a pool that compiles it. Sending is done by any of these threads, under a lock (a ZeroMQ socket may change threads
+behind a full memory barrier, which a lock is).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,20 +37,29 @@ from runner.messages import (
     decode_to_runner,
     encode,
 )
-from runner.sequence import InvalidRequest, Request
+from runner.sequence import InvalidRequest, Key, Request
 
 if TYPE_CHECKING:
     # The engine brings torch, which takes seconds to import: workers are greeted meanwhile.
     from runner.engine import Engine
+    from runner.grammar import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.25
 _SEND_QUEUE = 100_000
 """Messages that may wait for a worker before it counts as gone."""
+_COMPILING_THREADS = 2
 
 
-Command = Request | Abort | WorkerGone
+@dataclass(frozen=True)
+class Refused:
+    """Accepted by its numbers, but not to run: its grammar is no good, or nobody waits for it any more."""
+
+    request: Request
+
+
+Command = Request | Abort | WorkerGone | Refused
 
 
 class Endpoint:
@@ -67,6 +79,11 @@ class Endpoint:
         self._accepted_sequences = 0
         self._accepted_row_bytes = 0
         self._last_heartbeat = 0.0
+        self._grammars: GrammarCompiler | None = None
+        self._pool = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
+        self._compiling: dict[Key, list[Abort]] = {}
+        """Requests whose grammar is being compiled, and what has come after them."""
+        self._compiling_lock = threading.Lock()
         threading.Thread(target=self._receive, name="endpoint", daemon=True).start()
 
     # --- the engine's side ------------------------------------------------------------------------------------------
@@ -75,6 +92,10 @@ class Endpoint:
         self._set_status(Loading(stage))
 
     def set_ready(self, engine: Engine) -> None:
+        from runner.grammar import GrammarCompiler
+
+        info, trusted = engine.info, self._config.trust_remote_code
+        self._grammars = GrammarCompiler(info.path, info.vocab_size, trust_remote_code=trusted)
         self._engine = engine
         self._set_status(Ready(engine.info))
 
@@ -117,6 +138,8 @@ class Endpoint:
             engine.add(command)
         elif isinstance(command, Abort):
             engine.abort((command.worker, command.request), command.choice)
+        elif isinstance(command, Refused):
+            engine.refuse(command.request)
         else:
             engine.abort_worker(command.worker)
 
@@ -133,7 +156,7 @@ class Endpoint:
             if isinstance(message, Hello):
                 self._greet(message)
             elif isinstance(message, Abort):
-                self._inbox.put(message)
+                self._abort(message)
             elif isinstance(message, WorkerGone):
                 with self._lock:
                     self._forget(message.worker)
@@ -175,11 +198,56 @@ class Endpoint:
             return self._reject(message, "rows_full", "The server's memory for prompt embeddings is full.")
         self._accepted_sequences += request.n
         self._accepted_row_bytes += request.row_bytes
-        self._send(message.worker, Accepted(message.request))
-        self._inbox.put(request)
+        if request.sampling.grammar:
+            self._compiling[request.key] = []
+            self._pool.submit(self._compile, request)
+        else:
+            self._send(message.worker, Accepted(message.request))
+            self._inbox.put(request)
+
+    def _abort(self, message: Abort) -> None:
+        with self._compiling_lock:
+            # An abort must not overtake its request.
+            waiting = self._compiling.get((message.worker, message.request))
+            if waiting is None:
+                self._inbox.put(message)
+            else:
+                waiting.append(message)
 
     def _reject(self, message: Generate, reason: RejectReason, text: str) -> None:
         self._send(message.worker, Rejected(message.request, reason, text))
+
+    # --- the compiling threads --------------------------------------------------------------------------------------
+
+    def _compile(self, request: Request) -> None:
+        """Gives the request its matchers and passes it on to the engine, or refuses it."""
+        worker, number = request.key
+        problem = self._add_matchers(request)
+        with self._compiling_lock, self._lock:
+            # Under both locks: what is heard of the worker or of the request from now on comes behind it.
+            aborts = self._compiling.pop(request.key)
+            gone = worker not in self._out or any(abort.choice == -1 for abort in aborts)
+            for command in (Refused(request),) if gone or problem else (request, *aborts):
+                self._inbox.put(command)
+        if problem:
+            self._send(worker, Rejected(number, "invalid", problem))
+        elif not gone:
+            self._send(worker, Accepted(number))
+
+    def _add_matchers(self, request: Request) -> str:
+        """What is wrong, or nothing."""
+        from runner.grammar import GrammarError
+
+        if self._compiling[request.key] or self._grammars is None:
+            return "The request was aborted."  # not worth compiling
+        try:
+            request.matchers = self._grammars.compile(request.sampling.grammar, request.n)
+        except GrammarError as error:
+            return str(error)
+        except Exception as error:  # the library's own; nothing of the grammar may reach the log
+            log.error("compiling a grammar failed: %s", type(error).__name__)
+            return "The grammar cannot be used."
+        return ""
 
     # --- sending ----------------------------------------------------------------------------------------------------
 

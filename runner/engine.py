@@ -11,19 +11,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runner.attention.backend import AttentionBackend
 from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
+from runner.grammar import FAILED, GrammarExecutor, MaskRow, Outcome
 from runner.kv_cache import KVCache, bytes_per_block
 from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
 from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
 from runner.model import Model, read_model_config
 from runner.sampler import Logprobs
-from runner.scheduler import Scheduler
+from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
 from runner.trial import load_checked, measure
@@ -80,6 +84,7 @@ class Engine:
         overlap = config.async_scheduling
         self._depth = 1 if (model.device.type == "cuda" if overlap is None else overlap) else 0
         self._launched: deque[Launched] = deque()
+        self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
         self.released_row_bytes = 0
@@ -118,6 +123,12 @@ class Engine:
     def add(self, request: Request) -> None:
         self._counters.accepted_row_bytes += request.row_bytes
         self.scheduler.add(request)
+
+    def refuse(self, request: Request) -> None:
+        """Gives back what the endpoint has counted for a request that is not to run after all."""
+        self._counters.accepted_row_bytes += request.row_bytes
+        self.released_row_bytes += request.row_bytes
+        self.scheduler.refuse(request)
 
     def abort(self, key: Key, choice: int = -1) -> None:
         sequences = self.scheduler.requests.get(key)
@@ -167,6 +178,9 @@ class Engine:
 
         time ──►  host    schedule N+1 · launch N+1 · wait N · retire N · schedule N+2 · …
                   device  ─────── N ──────────┤──────────── N+1 ─────────────┤──── N+2 …
+
+        A grammar has to know step N's token before N+1 can be sampled. Then N is retired between the halves of N+1,
+        while N+1's forward runs, and only sampling waits.
         """
         try:
             self._step()
@@ -180,12 +194,42 @@ class Engine:
     def _step(self) -> None:
         step = self.scheduler.schedule()
         if step is not None:
-            self._launched.append(self.device.launch_forward(step))
-            self.device.launch_sampling(self._launched[-1])
+            launched = self.device.launch_forward(step)
+            self._launched.append(launched)
+            asking = np.nonzero(step.asking)[0].tolist()
+            constrained = [entry for entry in asking if step.sequences[entry].matcher is not None]
+            if constrained:
+                self._constrain(launched, constrained)
+            self.device.launch_sampling(launched)
         # Nothing launched: the scheduler may be waiting for what is in flight.
         if self._launched and (step is None or len(self._launched) > self._depth):
-            self._retire(self._launched[0])
-            self._launched.popleft()
+            self._retire_first()
+
+    def _constrain(self, launched: Launched, entries: list[int]) -> None:
+        """Stages the masks of a step's constrained entries, once their matchers are up to date."""
+        sequences = launched.step.sequences
+        if any(sequences[entry].in_flight > 1 for entry in entries):
+            while self._launched[0] is not launched:
+                self._retire_first()
+        entries = [entry for entry in entries if not sequences[entry].ended]
+        if not entries:
+            return
+        rows = [self._mask_row(launched.step, entry) for entry in entries]
+        masks = self.device.stage_masks(launched, entries, rows[0].matcher.mask_words)
+        outcomes = self._grammars.fill(rows, masks)
+        launched.ends = [(sequences[e], end) for e, end in zip(entries, outcomes, strict=True) if end is not None]
+
+    @staticmethod
+    def _mask_row(step: Step, entry: int) -> MaskRow:
+        sequence = step.sequences[entry]
+        assert sequence.matcher is not None  # noqa: S101 - the caller has looked
+        params = sequence.request.sampling
+        made = int(step.positions[entry]) - sequence.request.prompt_len
+        return MaskRow(sequence.matcher, params.stop_token_ids, made < params.min_tokens)
+
+    def _retire_first(self) -> None:
+        self._retire(self._launched[0])
+        self._launched.popleft()
 
     def _retire(self, launched: Launched) -> None:
         started = time.perf_counter()
@@ -203,7 +247,10 @@ class Engine:
         self._add_started(step, output)
         self._add_prompt_logprobs(launched, output)
         tokens = launched.tokens[: step.num_entries].numpy().copy()
+        # Before the step is accounted for: the tokens that it sampled for these don't count.
+        complete = self._end_by_grammar(launched.ends)
         entries, ended = self.scheduler.retire(step, tokens)
+        ended += complete + self._end_by_grammar(self._follow(step, entries, tokens))
         self._count(step, len(entries))
         logprobs = self._logprobs_by_entry(launched)
         for entry, token in zip(entries.tolist(), tokens[entries].tolist(), strict=True):
@@ -215,13 +262,34 @@ class Engine:
             if logprobs:
                 out.logprobs.append(logprobs.get(entry))
         for end in ended:
-            request = end.sequence.request
-            output(end.sequence).ends.append(End(request.key[1], end.sequence.choice, end.reason, end.stop_token))
+            output(end.sequence).ends.append(_end_message(end))
         # Once a request: siblings often end in the same step.
         for request in {end.sequence.request for end in ended}:
             self._release_rows(request)
         for worker, message in outputs.items():
             self._emit(worker, message)
+
+    def _follow(
+        self, step: Step, entries: NDArray[np.intp], tokens: NDArray[np.int64]
+    ) -> list[tuple[Sequence, Outcome]]:
+        """Moves the matchers on by the tokens that a step made. (Those that ended with theirs need it no more.)"""
+        moving, matched = [], []
+        for entry in entries.tolist():
+            sequence = step.sequences[entry]
+            if sequence.matcher is not None and not sequence.ended:
+                moving.append(sequence)
+                matched.append((sequence.matcher, int(tokens[entry])))
+        if not moving:
+            return []
+        return [(s, end) for s, end in zip(moving, self._grammars.consume(matched), strict=True) if end]
+
+    def _end_by_grammar(self, ends: list[tuple[Sequence, Outcome]]) -> list[Ended]:
+        ended = []
+        for sequence, outcome in ends:
+            if not sequence.ended:
+                self.scheduler.end(sequence)
+                ended.append(Ended(sequence, outcome, message=FAILED if outcome == "error" else ""))
+        return ended
 
     @staticmethod
     def _add_started(step: Step, output: Callable[[Sequence], StepOutput]) -> None:
@@ -268,6 +336,13 @@ def _log_memory(device: torch.device, weights: int, kv: int) -> None:
     free, total = torch.cuda.mem_get_info(device)
     other = total - free - weights - kv
     log.info("device memory, GiB: weights %.2f, KV cache %.2f, all else %.2f", weights / GIB, kv / GIB, other / GIB)
+
+
+def _end_message(end: Ended) -> End:
+    # An error that ends a single sequence is its grammar's; the engine's own end the engine.
+    fault: Literal["engine", "request"] = "request" if end.reason == "error" else "engine"
+    request, choice = end.sequence.request.key[1], end.sequence.choice
+    return End(request, choice, end.reason, end.stop_token, end.message, fault)
 
 
 def _token_logprobs(tokens: list[int], logprobs: Logprobs, top: int | None) -> list[TokenLogprobs]:

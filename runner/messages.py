@@ -14,7 +14,7 @@ A request is keyed by (worker, request), both chosen by the worker. Nothing that
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -22,6 +22,27 @@ EMBEDDING_ID = -1
 """Stands in `token_ids` for a row that is an embedding. Clamped before any lookup, skipped by every count."""
 
 DIGEST_BYTES = 16
+
+
+class GrammarLimits(TypedDict):
+    max_items_in_row: int
+    initial_lexer_fuel: int
+    step_lexer_fuel: int
+    step_max_items: int
+    max_lexer_states: int
+    max_grammar_size: int
+
+
+GRAMMAR_LIMITS: GrammarLimits = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""llguidance's own limits, the same wherever a grammar is compiled. They bound what one token costs the engine: its
+defaults let a hostile grammar take most of a second (docs/structured_outputs.md)."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "rows_full", "invalid"]
@@ -56,13 +77,17 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Not empty: no other id is ever sampled."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of ids, none empty, that the answer does not contain."""
+    grammar: str = ""
+    """What the answer must match, as llguidance takes it (JSON or Lark text). The worker has compiled it once, under
+    limits of time, and so knows that it is valid. Empty: anything. A choice whose grammar is complete ends with reason
+    "stop"."""
 
     @property
     def is_plain(self) -> bool:
         """Nothing but a temperature: one kernel samples it, whatever else is in the batch."""
         penalised = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
         filtered = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        edited = self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words
+        edited = self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words or self.grammar
         return not (penalised or filtered or edited or self.logprobs is not None)
 
 
@@ -231,6 +256,8 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     """The id of `stop_token_ids` that ended it; it is also the last of the choice's tokens."""
     message: str = ""
     """For reason "error" only; fit for a client."""
+    fault: Literal["engine", "request"] = "engine"
+    """For reason "error" only: whose. The same request would end the same way again, or it need not."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):

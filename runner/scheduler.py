@@ -60,12 +60,15 @@ class SlotTable:
 class Ended:
     """A sequence that a retired step ended."""
 
-    __slots__ = ("reason", "sequence", "stop_token")
+    __slots__ = ("message", "reason", "sequence", "stop_token")
 
-    def __init__(self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None) -> None:
+    def __init__(
+        self, sequence: Sequence, reason: FinishReason, stop_token: int | None = None, message: str = ""
+    ) -> None:
         self.sequence = sequence
         self.reason = reason
         self.stop_token = stop_token
+        self.message = message
 
 
 class Scheduler:
@@ -114,6 +117,14 @@ class Scheduler:
         for sequence in list(self.requests.get(key, ())):
             if choice in (-1, sequence.choice):
                 self._end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Ends a sequence for a reason of the engine's; what is in flight of it is dropped."""
+        self._end(sequence)
+
+    def refuse(self, request: Request) -> None:
+        """Counts a request that was accepted and is never to run."""
+        self.ended_sequences += request.n
 
     @property
     def num_running(self) -> int:

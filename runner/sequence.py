@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.block_hash import BlockHashes
+from runner.grammar import Matcher
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span
 
 Key = tuple[int, int]
@@ -36,6 +37,8 @@ class Request:
     hashes: BlockHashes
     priority: int = 0
     arrived: float = field(default_factory=time.monotonic)
+    matchers: list[Matcher] = field(default_factory=list)
+    """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
 
     @property
     def prompt_len(self) -> int:
@@ -132,6 +135,8 @@ class Sequence:
     """Prompt positions below this one need no log-probability (any more)."""
     waits_for: Sequence | None = None
     """The sibling that computes the prompt's blocks, until it has."""
+    matcher: Matcher | None = None
+    """What its tokens must follow. Knows every token that has retired, and none that is in flight."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -150,4 +155,7 @@ class Sequence:
         sequences = [Sequence(request, choice, request.hashes.fork(), request.token_ids) for choice in range(request.n)]
         for sibling in sequences[1:]:
             sibling.waits_for = sequences[0]
+        if request.sampling.grammar:
+            for sequence, matcher in zip(sequences, request.matchers, strict=True):
+                sequence.matcher = matcher
         return sequences

@@ -28,10 +28,21 @@ class Staging:
         self.rows = torch.empty(rows, model.hidden_size, dtype=model.dtype, pin_memory=pin)
         self.tokens = torch.empty(num_slots, dtype=torch.int64, pin_memory=pin)
         """[S]: where the sampled ids come back to."""
+        self.masks = torch.empty(0, dtype=torch.int32)
+        """[G * W + G]: token masks, then the entries that they are for. Allocated when first asked for."""
         self.done: Event | None = None
         self._words: NDArray[np.int32] = self.words.numpy()
         self._record = self._words[: record_words(num_slots)].reshape(3, -1)
         self._row_bytes: NDArray[np.uint8] = self.rows.view(torch.uint8).numpy()
+
+    def reserve_masks(self, entries: list[int], words: int) -> NDArray[np.int32]:
+        """Room for the token masks of `entries`: [len(entries), words]."""
+        count, num_slots = len(entries), len(self.tokens)
+        if len(self.masks) < count * (words + 1):
+            self.masks = torch.empty(num_slots * (words + 1), dtype=torch.int32, pin_memory=self.tokens.is_pinned())
+        host: NDArray[np.int32] = self.masks.numpy()
+        host[count * words : count * (words + 1)] = entries
+        return host[: count * words].reshape(count, words)
 
     def fill(self, step: Step) -> int:
         """Writes a step down; returns how many words of it there are."""

@@ -194,17 +194,18 @@ async def open_answer(
     services: Services,
     answer_id: str = "",
     *,
+    grammar: str = "",
     keep_records: bool = False,
     shown_special: frozenset[int] = frozenset(),
 ) -> Answer:
     """Check the parameters against the model and queue every prompt. `answer_id`: by which it can be aborted.
-    `keep_records`: deltas have token records even if the client does not want to see them. `shown_special`: special
-    tokens that become text although others are skipped.
+    `grammar`: what every choice must match (see `grammars`). `keep_records`: deltas have token records even if the
+    client does not want to see them. `shown_special`: special tokens that become text although others are skipped.
 
     Raises APIError.
     """
     n = request.num_made
-    sampling = await sampling_params(request, prompts, services)
+    sampling = await sampling_params(request, prompts, services, grammar)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(
@@ -231,14 +232,14 @@ async def open_answer(
 
 
 async def sampling_params(
-    request: GenerationRequest, prompts: Sequence[Prompt], services: Services
+    request: GenerationRequest, prompts: Sequence[Prompt], services: Services, grammar: str = ""
 ) -> list[SamplingParams]:
     """Each prompt's. Raises APIError for what this model or server cannot do."""
     if request.priority and not services.honour_priority:
         raise UnsupportedParameter(
             "priority must be 0: this server was started without --scheduling-policy priority.", param="priority"
         )
-    common = common_params(request, services.model, services.defaults)
+    common = msgspec.structs.replace(common_params(request, services.model, services.defaults), grammar=grammar)
     if request.bad_words:
         words = await bad_word_ids(request.bad_words, services.tokenizer)
         common = msgspec.structs.replace(common, bad_words=words)

@@ -19,6 +19,7 @@ from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
 from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse
 from server.services import Services, services_of
+from server.structured_outputs import constraint_of
 from server.tools.definitions import ToolRequest
 from server.tools.requested import parts_rules, requested_tools
 from server.truncation import Truncation
@@ -37,18 +38,20 @@ async def chat_completions(request: Request) -> Response:
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     request = parse_chat(body, services)
+    constraint = constraint_of(body)
     del body
     envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
     tools = requested_tools(request, services)
     text = await chat_prompt_text(request, services, tools)
     prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
     rules = parts_rules(request, tools, text, services)
+    grammar = await services.grammars.compile(constraint)
     # What the prompt was made of may be large, and an answer takes its time: it is not held for it.
     request = request.model_copy(update=dict.fromkeys(_PROMPT_FIELDS))
     del text
     if rules is None:
         form = ChatFormat(request, prompt, services)
-        answer = await open_answer(request, [prompt], services, envelope.id)
+        answer = await open_answer(request, [prompt], services, envelope.id, grammar=grammar)
     else:
         form = PartsFormat(request, prompt, services, rules)
         answer = await open_answer(
@@ -56,6 +59,7 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
             [prompt],
             services,
             envelope.id,
+            grammar=grammar,
             keep_records=rules.reasoning is not None,
             shown_special=rules.shown_token_ids(services.tokenizer),
         )

@@ -13,7 +13,7 @@ from typing import Literal
 
 from runner.messages import End, TokenLogprobs
 from server.detokenizer import Detokenizer
-from server.errors import EngineFailed, Unavailable
+from server.errors import EngineFailed, InvalidRequest, Unavailable
 from server.stops import StopScanner
 
 
@@ -103,6 +103,8 @@ class Choice:
                 return self._finish("stop", self._stops.hit)
         if end is None:
             return self._take() if any(self._unsent) else None
+        if end.reason == "error" and end.fault == "request":
+            raise InvalidRequest(end.message, code="generation_failed")
         if end.reason == "error":
             raise EngineFailed(end.message or "The engine failed on this request.")
         if end.reason == "abort":

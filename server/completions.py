@@ -18,6 +18,7 @@ from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse
 from server.services import Services, services_of
+from server.structured_outputs import constraint_of
 from server.unsupported import COMPLETION, refuse_unknown, refuse_unsupported
 
 router = APIRouter()
@@ -31,13 +32,15 @@ async def completions(request: Request) -> Response:
 
 async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     request = parse_completion(body, services)
+    constraint = constraint_of(body)
     envelope = Envelope.new("cmpl", services.model_name(request.model), services.system_fingerprint)
     prompts = await completion_prompts(request, services)
     # Embeddings may be a hundred megabytes as text and as rows, and an answer takes its time: neither is held for it.
     del body
     request = request.model_copy(update={"prompt": None, "prompt_embeds": None})
     form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
-    answer = await open_answer(request, prompts, services, envelope.id)
+    grammar = await services.grammars.compile(constraint, len(prompts))
+    answer = await open_answer(request, prompts, services, envelope.id, grammar=grammar)
     del prompts
     release_body()
     if request.stream:

@@ -14,6 +14,7 @@ from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.errors import ModelNotFound, Unavailable, bounded
+from server.grammars import Grammars
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
@@ -28,6 +29,7 @@ class Services:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     defaults: GenerationDefaults
+    grammars: Grammars
     served_model_names: tuple[str, ...]
     """At least one; the first is what answers say when the request named none."""
     tool_style: ToolStyle | None = None
@@ -79,6 +81,7 @@ class Services:
             defaults=GenerationDefaults.load(
                 folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
             ),
+            grammars=Grammars(tokenizer, model.vocab_size),
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),

@@ -52,6 +52,11 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def as_json(self) -> str:
+        """As tokenizer.json would have it, with what the model's other files add."""
+        text: str = self._backend.to_str()
+        return text
+
     @property
     def eos_token_id(self) -> int | None:
         eos = self.transformers.eos_token_id

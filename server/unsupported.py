@@ -28,22 +28,11 @@ def _one_of(*values: Any) -> _Neutral:
     return lambda value: value is None or any(type(value) is type(each) and value == each for each in values)
 
 
-def _text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 _COMMON: dict[str, _Neutral] = {
     "custom_logit_processor": _empty,
     "detokenize": _one_of(True),
     "ebnf": _empty,
     "extra_args": _empty,
-    "guided_choice": _empty,
-    "guided_decoding_backend": _empty,
-    "guided_grammar": _empty,
-    "guided_json": _empty,
-    "guided_json_object": _empty,
-    "guided_regex": _empty,
-    "guided_whitespace_pattern": _empty,
     "json_schema": _empty,
     "kv_transfer_params": _empty,
     "length_penalty": _one_of(1, 1.0),
@@ -53,10 +42,8 @@ _COMMON: dict[str, _Neutral] = {
     "no_stop_trim": _empty,
     "regex": _empty,
     "repetition_detection": _empty,
-    "response_format": _text_format,
     "return_hidden_states": _empty,
     "stop_regex": _empty,
-    "structured_outputs": _empty,
     "thinking_token_budget": _empty,
     "use_beam_search": _empty,
     "vllm_xargs": _empty,

@@ -152,10 +152,13 @@ class Worker:
                 await self.lifecycle.idle()
 
     async def stop(self) -> None:
-        """Close the connections."""
+        """Close the connections, then what the routes worked with."""
         self._http.should_exit = True
         if self._serving is not None:
             await self._serving
+        services: Services | None = getattr(self._app.state, "services", None)
+        if services is not None:
+            services.grammars.close()
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

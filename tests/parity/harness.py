@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from runner.config import RunnerConfig
 from runner.engine import Engine
+from runner.grammar import GrammarCompiler
 from runner.kv_cache import bytes_per_block
 from runner.messages import (
     DIGEST_BYTES,
@@ -86,6 +87,7 @@ class Harness:
         with _seeded():
             self.engine = Engine.load(self.config, self._emit)
         assert num_blocks in (None, self.engine.info.num_blocks)
+        self.grammars = GrammarCompiler(str(path), self.engine.info.vocab_size)
         self._count = 0
 
     def message(
@@ -114,17 +116,18 @@ class Harness:
         """Queues a request; returns its number."""
         message, frames = self.message(prompt, max_tokens, n=n, salt=salt, **sampling)
         model = self.engine.model
-        self.engine.add(
-            Request.from_message(
-                message,
-                frames,
-                vocab_size=model.vocab_size,
-                row_size=model.hidden_size * model.dtype.itemsize,
-                max_model_len=self.engine.limits.max_model_len,
-                block_size=self.config.block_size,
-                private_cache=not self.config.enable_prefix_caching,
-            )
+        request = Request.from_message(
+            message,
+            frames,
+            vocab_size=model.vocab_size,
+            row_size=model.hidden_size * model.dtype.itemsize,
+            max_model_len=self.engine.limits.max_model_len,
+            block_size=self.config.block_size,
+            private_cache=not self.config.enable_prefix_caching,
         )
+        if message.sampling.grammar:
+            request.matchers = self.grammars.compile(message.sampling.grammar, n)
+        self.engine.add(request)
         return message.request
 
     def run(self, between: Callable[[int], None] = lambda step: None, max_steps: int = 2000) -> None:

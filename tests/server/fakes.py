@@ -29,6 +29,7 @@ from server import abort, chat, completions, models, render, tokenize
 from server.chat_template import ChatTemplate
 from server.errors import APIError, install_error_handlers
 from server.generation import GenerationStream, Inbox
+from server.grammars import Grammars
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.sampling import GenerationDefaults
@@ -201,6 +202,7 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
         "tokenizer": tokenizer(),
         "chat_template": ChatTemplate(tokenizer()),
         "defaults": GenerationDefaults(eos_token_ids=(EOS_ID,)),
+        "grammars": Grammars(tokenizer(), VOCAB_SIZE),
         "served_model_names": NAMES,
         **changes,
     }

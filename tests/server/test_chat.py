@@ -243,7 +243,7 @@ def test_variables_that_are_ours(name: str) -> None:
             "add_generation_prompt",
             "invalid_value",
         ),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
         ({"messages": HELLO, "model": "other"}, "model", "model_not_found"),
     ],
     ids=lambda value: repr(value)[:40],

@@ -666,7 +666,7 @@ def test_what_the_engine_is_told() -> None:
         ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),
         ({"bad_words": [f"{each}" + "pqrstuvw" * 15 for each in range(9)]}, "bad_words", "invalid_value"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter"),
+        ({"guided_json": 5}, "guided_json", "invalid_value"),
         ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", "invalid_value"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "invalid_value"),
     ],

@@ -12,12 +12,6 @@ from server.unsupported import CHAT, COMPLETION, refuse_unknown, refuse_unsuppor
 
 BOTH: list[tuple[str, list[Any], list[Any]]] = [
     # name, values that ask for something, values that do not
-    ("guided_json", [{"type": "object"}, "{}"], [None, {}]),
-    ("guided_regex", ["foo**"], [None, ""]),
-    ("guided_choice", [["a"]], [None, []]),
-    ("guided_grammar", ["root ::= x"], [None]),
-    ("structured_outputs", [{"regex": "x"}], [None, {}]),
-    ("response_format", [{"type": "json_object"}, {"type": "json_schema"}, "text", {}], [None, {"type": "text"}]),
     ("use_beam_search", [True], [None, False]),
     ("length_penalty", [2, True], [None, 1, 1.0]),
     ("logits_processors", [["x"]], [None, []]),

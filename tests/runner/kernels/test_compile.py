@@ -25,6 +25,7 @@ from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_t
 from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
+from runner.kernels.token_mask_triton import mask_logits_triton
 from tests.runner.kernels import (
     test_attention,
     test_cache_write,
@@ -108,7 +109,9 @@ def test_the_others_compile(compiled: list[Any]) -> None:
     step = test_prepare.make_step(3, num_slots=7, max_rows=60, max_model_len=50, block_size=16)
     prepare_inputs_triton(*step.prepare_args())
     advance_slots_triton(step.record, 1, step.out, torch.zeros(7, dtype=torch.int64), step.slots)
-    assert_fit(compiled, 2)
+    words = torch.zeros(2, 157, dtype=torch.int32)
+    mask_logits_triton(torch.zeros(3, 5000), torch.zeros(2, dtype=torch.int32), words)
+    assert_fit(compiled, 3)
     compiled.clear()
     for dtype in (torch.float32, torch.bfloat16):
         token_ids, is_token_ids, rows, table = test_embed.make_case(5, 576, dtype)
