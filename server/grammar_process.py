@@ -11,8 +11,8 @@ import time
 
 import msgspec
 
+from server.child_environment import environment
 from server.grammar_child import Job, Reply, Setup, write_frame
-from server.supervisor import environment
 
 WALL_SECONDS = 4.0
 """For one grammar, whatever else the machine is doing: an answer is due within five."""

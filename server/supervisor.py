@@ -11,19 +11,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import socket
 import sys
-import sysconfig
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-import runner.config
 from server.channel import Channel, Word
+from server.child_environment import environment
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.worker import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK, FLUSH_SECONDS, WorkerSpec
@@ -225,13 +222,3 @@ class WorkerPool:
 
 def describe(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def environment() -> dict[str, str]:
-    """Ours; and where the package is run from a checkout that is not installed, the way to it, since the children's
-    Python does not look into the current folder."""
-    environment = dict(os.environ)
-    root = Path(runner.config.__file__).resolve().parent.parent
-    if root != Path(sysconfig.get_path("purelib")).resolve():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))
-    return environment
