@@ -227,7 +227,8 @@ class Endpoint:
             # Under both locks: what is heard of the worker or of the request from now on comes behind it.
             aborts = self._compiling.pop(request.key)
             gone = worker not in self._out or any(abort.choice == -1 for abort in aborts)
-            for command in (Refused(request),) if gone or problem else (request, *aborts):
+            commands: list[Command] = [Refused(request)] if gone or problem else [request, *aborts]
+            for command in commands:
                 self._inbox.put(command)
         if problem:
             self._send(worker, Rejected(number, "invalid", problem))
