@@ -27,7 +27,9 @@ FAILED = "The grammar became too complex to follow, or the model has no token th
 
 _PROTOTYPES = 64
 """Compiled grammars kept: a client asks for the same one again and again."""
-_MAX_THREADS = 8
+_MAX_THREADS = 16
+_FEW = 2
+"""Masks that are computed in place: waking other threads up would take as long."""
 
 
 class GrammarError(ValueError):
@@ -127,14 +129,16 @@ def make_tokenizer(transformers_tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 class GrammarExecutor:
-    """Masks and progress of many matchers at once, on a few threads of the library's own."""
+    """Masks and progress of a step's matchers; many masks at once, on a few threads of the library's own."""
 
     def __init__(self) -> None:
+        # The engine's own thread waits for them, but the device's driver and the endpoint want a processor too.
+        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)
         self._pool: LLExecutor | None = None
 
     def _executor(self) -> LLExecutor:
         if self._pool is None:
-            self._pool = LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)))
+            self._pool = LLExecutor(self._num_threads)
         return self._pool
 
     def fill(self, rows: list[MaskRow], masks: NDArray[np.int32]) -> list[Outcome | None]:
@@ -162,28 +166,30 @@ class GrammarExecutor:
 
     def consume(self, tokens: list[tuple[Matcher, int]]) -> list[Outcome | None]:
         """Moves each matcher on by one token; says which grammars are at their end."""
-        states = [(matcher.state, token) for matcher, token in tokens]
-        try:
-            taken = self._executor().consume_token_par(states)
-        except BaseException as error:
-            _pass_exits_on(error)
-            taken = [not state.is_error() and _survives(state.consume_token, token) for state, token in states]
-        return [_outcome(matcher.state, ok) for (matcher, _), ok in zip(tokens, taken, strict=True)]
+        # One by one: it takes microseconds, less than waking the threads up.
+        return [_outcome(each.state, _survives(each.state.consume_token, token)) for each, token in tokens]
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> set[int]:
         """The rows that the library could not fill. It reports a grammar's faults by the matcher's state; should it
         raise all the same, that must not be the end of everybody's answers."""
         width = masks.shape[1] * 4
+        if len(matchers) <= _FEW or self._num_threads < 2:
+            return self._fill_alone(matchers, masks)
         try:
             self._executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, len(matchers))
         except BaseException as error:
             _pass_exits_on(error)
-            return {
-                index
-                for state, index in matchers
-                if not _survives(state.unsafe_compute_mask_ptr, masks[index].ctypes.data, width)
-            }
+            return self._fill_alone(matchers, masks)
         return set()
+
+    @staticmethod
+    def _fill_alone(matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> set[int]:
+        width = masks.shape[1] * 4
+        return {
+            index
+            for state, index in matchers
+            if not _survives(state.unsafe_compute_mask_ptr, masks[index].ctypes.data, width)
+        }
 
 
 def _pass_exits_on(error: BaseException) -> None:
