@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from runner.config import RunnerConfig
+from server.child_environment import environment
 from server.config import DEFAULT_MODEL_NAME
-from server.supervisor import environment
 
 
 def _sizes(text: str) -> list[int]:
