@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.answer import open_answer
+from server.answer_grammar import answer_grammar
 from server.body import read_json
 from server.chat_format import ChatFormat, PartsFormat
 from server.conversation import parse_messages
@@ -17,7 +18,7 @@ from server.inputs import Prompt, encode_prompt
 from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
-from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse
+from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse, without_input
 from server.services import Services, services_of
 from server.structured_outputs import constraint_of
 from server.tools.definitions import ToolRequest
@@ -26,8 +27,6 @@ from server.truncation import Truncation
 from server.unsupported import CHAT, refuse_unknown, refuse_unsupported
 
 router = APIRouter()
-
-_PROMPT_FIELDS = ("messages", "documents", "tools", "chat_template", "chat_template_kwargs")
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
@@ -45,24 +44,20 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     text = await chat_prompt_text(request, services, tools)
     prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
     rules = parts_rules(request, tools, text, services)
-    grammar = await services.grammars.compile(constraint)
-    # What the prompt was made of may be large, and an answer takes its time: it is not held for it.
-    request = request.model_copy(update=dict.fromkeys(_PROMPT_FIELDS))
-    del text
-    if rules is None:
-        form = ChatFormat(request, prompt, services)
-        answer = await open_answer(request, [prompt], services, envelope.id, grammar=grammar)
-    else:
-        form = PartsFormat(request, prompt, services, rules)
-        answer = await open_answer(
-            request,
-            [prompt],
-            services,
-            envelope.id,
-            grammar=grammar,
-            keep_records=rules.reasoning is not None,
-            shown_special=rules.shown_token_ids(services.tokenizer),
-        )
+    grammar = await answer_grammar(constraint, rules, services)
+    # What these were made of may be large, and an answer takes its time: it is not held for it.
+    request = without_input(request)
+    del text, constraint
+    form = ChatFormat(request, prompt, services) if rules is None else PartsFormat(request, prompt, services, rules)
+    answer = await open_answer(
+        request,
+        [prompt],
+        services,
+        envelope.id,
+        grammar=grammar,
+        keep_records=rules is not None and rules.reasoning is not None,
+        shown_special=frozenset() if rules is None else rules.shown_token_ids(services.tokenizer),
+    )
     release_body()
     if request.stream:
         return streamed_response(answer, form, envelope, request.stream_options)

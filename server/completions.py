@@ -16,7 +16,7 @@ from server.logprobs import LogprobFormat
 from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
-from server.schemas import CompletionRequest, check_generation, parse
+from server.schemas import CompletionRequest, check_generation, parse, without_input
 from server.services import Services, services_of
 from server.structured_outputs import constraint_of
 from server.unsupported import COMPLETION, refuse_unknown, refuse_unsupported
@@ -37,9 +37,10 @@ async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     prompts = await completion_prompts(request, services)
     # Embeddings may be a hundred megabytes as text and as rows, and an answer takes its time: neither is held for it.
     del body
-    request = request.model_copy(update={"prompt": None, "prompt_embeds": None})
+    request = without_input(request)
     form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
     grammar = await services.grammars.compile(constraint, len(prompts))
+    del constraint
     answer = await open_answer(request, prompts, services, envelope.id, grammar=grammar)
     del prompts
     release_body()

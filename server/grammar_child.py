@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import resource
 import signal
 import sys
@@ -29,6 +30,9 @@ CPU_SECONDS = 1
 """For one grammar. (The kernel counts whole seconds, so it may be up to one more.)"""
 MEMORY_BYTES = 2 << 30
 _MAX_MESSAGE_CHARS = 400
+
+_PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): "), re.compile(r"\n\s*\d+ \| ")
+"""In the compiler's messages: where the fault is in a grammar's text, and the lines around it."""
 
 DEFAULT_WHITESPACE = r"[ \t\r\n]{1,40}"
 """Between JSON's tokens. Bounded: nothing in the grammar keeps a model from whitespace without end."""
@@ -85,9 +89,9 @@ def compile_job(job: Job, tokenizer: LLTokenizer) -> Reply:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some faults show only here: nothing can match, or it is too complex
     except Exception as error:  # RecursionError and whatever else a text makes the converters raise
-        return Reply(error=_plain(str(error)))
+        return Reply(error=_plain(str(error), job))
     if matcher.is_error():
-        return Reply(error=_plain(matcher.get_error()))
+        return Reply(error=_plain(matcher.get_error(), job))
     return Reply(grammar)
 
 
@@ -110,8 +114,10 @@ def _grammar_of(job: Job) -> str:
     return job.text
 
 
-def _plain(error: str) -> str:
+def _plain(error: str, job: Job) -> str:
     """The compiler's message without its internals, as one line."""
+    if job.kind == "compiled":  # ours: its lines mean nothing to anybody else
+        error = _LISTING.split(_PLACE.sub("", error))[0]
     if error.startswith("panic"):
         return "too complex"
     for mark in ("<backtrace", "<state", "<non-verbose", "<grammar"):

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.answer import sampling_params
+from server.answer_grammar import answer_grammar
 from server.body import read_json
 from server.chat import chat_prompt_text, encode_chat_text, parse_chat
 from server.completions import parse_completion
@@ -19,6 +20,8 @@ from server.openapi import json_body
 from server.respond import run_handler
 from server.schemas import ChatRequest, CompletionRequest
 from server.services import Services, services_of
+from server.structured_outputs import constraint_of
+from server.tools.requested import parts_rules, requested_tools
 
 router = APIRouter()
 
@@ -39,17 +42,22 @@ async def render_chat(request: Request) -> Response:
 
 async def _completion(body: Mapping[str, Any], services: Services) -> Response:
     request = parse_completion(body, services)
+    constraint = constraint_of(body)
     model = services.model_name(request.model)
     prompts = await completion_prompts(request, services)
+    await services.grammars.compile(constraint, len(prompts))
     await sampling_params(request, prompts, services)
     return _json([_rendered(model, prompt, _text(prompt, services), services) for prompt in prompts])
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     request = parse_chat(body, services)
+    constraint = constraint_of(body)
     model = services.model_name(request.model)
-    text = await chat_prompt_text(request, services)
+    tools = requested_tools(request, services)
+    text = await chat_prompt_text(request, services, tools)
     prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+    await answer_grammar(constraint, parts_rules(request, tools, text, services), services)
     await sampling_params(request, [prompt], services)
     return _json(_rendered(model, prompt, text, services))
 

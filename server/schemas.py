@@ -126,6 +126,16 @@ class GenerationRequest(_Request):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    response_format: Annotated[Any, _json_type("object")] = None
+    structured_outputs: Annotated[Any, _json_type("object")] = None
+    guided_json: Annotated[Any, _json_type("object", "string", "boolean")] = None
+    guided_json_object: Annotated[Any, _json_type("boolean")] = None
+    guided_regex: Annotated[Any, _json_type("string")] = None
+    guided_choice: Annotated[Any, _json_type("array", items={"type": "string"})] = None
+    guided_grammar: Annotated[Any, _json_type("string")] = None
+    guided_whitespace_pattern: Annotated[Any, _json_type("string")] = None
+    guided_decoding_backend: Annotated[Any, _json_type("string")] = None
+
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     """Lower goes first."""
@@ -219,6 +229,21 @@ class DetokenizeRequest(_Request):
 class AbortRequest(_Request):
     id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """An answer's own id."""
+
+
+_Generation = TypeVar("_Generation", bound=GenerationRequest)
+
+_OF_ANY_SIZE = (
+    "prompt", "prompt_embeds", "messages", "documents", "tools", "tool_choice", "chat_template",
+    "chat_template_kwargs", "response_format", "structured_outputs", "guided_json", "guided_json_object",
+    "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "guided_decoding_backend",
+)  # fmt: skip
+
+
+def without_input(request: _Generation) -> _Generation:
+    """What is needed of a request while it is answered: all but its fields of any size."""
+    fields = type(request).model_fields
+    return request.model_copy(update={name: None for name in _OF_ANY_SIZE if name in fields})
 
 
 _Schema = TypeVar("_Schema", bound=BaseModel)

@@ -1,5 +1,4 @@
-"""From a request's tools to the grammar that its answer must follow, checked. For `chat`, once the server can constrain
-answers: until then such requests are refused (`requested`)."""
+"""From a request's tools to the grammar that its answer must follow, checked. Called by `answer_grammar`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ CheckSchema = Callable[[Any, str], str]
 CheckGrammar = Callable[[str, str], Awaitable[str]]
 """(a grammar, the field that it came in) to the grammar, if it can be followed. Raises InvalidRequest."""
 
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 async def compile_calls(
@@ -50,8 +49,8 @@ def _schemas(rules: PartsRules, check_schema: CheckSchema) -> tuple[Mapping[str,
             continue
         where = f"tools[{index}].function.parameters"
         if tool.strict:
-            strict[tool.name] = check_schema(tool.parameters or _ANY_OBJECT, where)
+            strict[tool.name] = check_schema({**_ANY_OBJECT, **tool.parameters}, where)
         elif follows and tool.parameters:
             with suppress(InvalidRequest):
-                others[tool.name] = check_schema(tool.parameters, where)
+                others[tool.name] = check_schema({**_ANY_OBJECT, **tool.parameters}, where)
     return strict, others

@@ -13,16 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from server.errors import UnsupportedParameter
+from server.reasoning.grammar import TERMINALS, free_until, literal, marker, reasoning_first, reasoning_rules
 from server.reasoning.styles import ReasoningStyle
 from server.tools import hermes, llama3, mistral, qwen3_coder
 from server.tools.definitions import Tool, ToolRequest
 from server.tools.styles import ToolStyle
 
 _ANY_OBJECT = '{"type": "object"}'
-_TERMINALS = r"""
-TEXT: /(.|\n)*/
-WS: /[ \n]{0,4}/
-"""
 _PYTHON = r"""
 python: PYTHON_WORD | PYTHON_STRING | "[" python_items? "]" | "{" (python_pair ("," SPACE? python_pair)*)? "}"
 python_items: python ("," SPACE? python)*
@@ -50,32 +47,20 @@ class CallGrammar:
             raise UnsupportedParameter("tools: this model's calls cannot be held to a schema.", param="tools")
         wanted = tools.callable_tools
         calls = _STYLES[self.style.name](self, wanted, schemas, tools.parallel)
-        start = f"start: {self._reasoning()}" + (calls.free if tools.choice == "auto" else calls.forced)
-        return "\n".join(["%llguidance {}", start, *calls.rules, *self._reasoning_rules(), _TERMINALS.strip()])
+        first = reasoning_first(self.reasoning, self.special_ids, is_open=self.begins_in_reasoning)
+        start = f"start: {first}{calls.free if tools.choice == 'auto' else calls.forced}"
+        thought = reasoning_rules(self.reasoning, self.special_ids)
+        return "\n".join(["%llguidance {}", start, *calls.rules, *thought, TERMINALS])
 
     def compiled(self, tools: ToolRequest, schemas: Mapping[str, str]) -> str:
         """The grammar in llguidance's JSON form, for `SamplingParams.grammar`."""
         return json.dumps({"grammars": [{"lark_grammar": self.lark(tools, schemas)}]}, ensure_ascii=False)
 
     def marker(self, name: str) -> str:
-        token = self.special_ids.get(name)
-        return _literal(name) if token is None else f"<[{token}]>"
+        return marker(name, self.special_ids)
 
     def free_until(self, rule: str, name: str) -> str:
-        """A rule for any text up to and with a marker."""
-        if name in self.special_ids:
-            return f"{rule}: TEXT {self.marker(name)}"
-        return f"{rule}[lazy]: TEXT {_literal(name)}"
-
-    def _reasoning(self) -> str:
-        if self.reasoning is None:
-            return ""
-        return (
-            "thought WS " if self.begins_in_reasoning else f"({self.marker(self.reasoning.markers.start)} thought WS)? "
-        )
-
-    def _reasoning_rules(self) -> list[str]:
-        return [] if self.reasoning is None else [self.free_until("thought", self.reasoning.markers.end)]
+        return free_until(rule, name, self.special_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +100,7 @@ def _mistral(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, 
     start = grammar.marker(mistral.START)
     named = mistral.ARGS in grammar.special_ids
     if named:
-        calls = [f"{_literal(tool.name)} {grammar.marker(mistral.ARGS)} args_{i}" for i, tool in enumerate(tools)]
+        calls = [f"{literal(tool.name)} {grammar.marker(mistral.ARGS)} args_{i}" for i, tool in enumerate(tools)]
         rules = [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
         block, more = "call", f"({start} call)*" if parallel else ""
     else:
@@ -132,9 +117,9 @@ def _pythonic(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str,
     rules = []
     for index, tool in enumerate(tools):
         names = sorted(name for name in tool.parameters.get("properties", {}) if name.isascii() and name.isidentifier())
-        argument = f'({" | ".join(map(_literal, names))}) "=" python' if names else ""
+        argument = f'({" | ".join(map(literal, names))}) "=" python' if names else ""
         arguments = f'({argument} (", " {argument})*)?' if names else ""
-        rules.append(f'call_{index}: {_literal(tool.name + "(")} {arguments} ")"')
+        rules.append(f'call_{index}: {literal(tool.name + "(")} {arguments} ")"')
     rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     calls = '"[" call (", " call)* "]"' if parallel else '"[" call "]"'
     return _Calls(
@@ -148,9 +133,9 @@ def _qwen3_coder(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[s
     rules = [grammar.free_until("before", qwen3_coder.START), 'value[lazy]: TEXT "</parameter>"']
     for index, tool in enumerate(tools):
         names = sorted(name for name in tool.parameters.get("properties", {}) if re.fullmatch(r"[^<>\n]{1,200}", name))
-        tags = " | ".join(_literal(f"<parameter={name}>") for name in names)
+        tags = " | ".join(literal(f"<parameter={name}>") for name in names)
         arguments = f"(({tags}) value WS)*" if names else ""
-        rules.append(f'call_{index}: {_literal(f"<function={tool.name}>")} WS {arguments} "</function>"')
+        rules.append(f'call_{index}: {literal(f"<function={tool.name}>")} WS {arguments} "</function>"')
     rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     more = f"(WS {block})*" if parallel else ""
     return _Calls(f"{block} {more}", f"(before WS call WS {end}){'*' if parallel else '?'} TEXT", rules)
@@ -169,7 +154,7 @@ WITH_SCHEMAS = frozenset({"hermes", "llama3_json", "mistral"})
 
 def _json_calls(tools: Sequence[Tool], schemas: Mapping[str, str], key: str) -> list[str]:
     """A rule `call` for `{"name": …, key: …}`."""
-    heads = [_literal('{"name": "' + tool.name + f'", "{key}": ') for tool in tools]
+    heads = [literal('{"name": "' + tool.name + f'", "{key}": ') for tool in tools]
     calls = [f'{head} args_{index} "}}"' for index, head in enumerate(heads)]
     return [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
 
@@ -185,7 +170,3 @@ def _with_whitespace(schema: str) -> str:
     """`schema`, with as much between its tokens as models write, and no more: nothing else would end it."""
     inner = schema[1:].lstrip()
     return '{"x-guidance": {"whitespace_pattern": "[ \\\\n]{1,40}"}' + ("" if inner == "}" else ", ") + inner
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)

@@ -27,12 +27,6 @@ def requested_tools(request: ChatRequest | TokenizeRequest, services: Services) 
             "tools: how this model writes calls is not known here (the server may be started with --tool-call-parser).",
             param="tools",
         )
-    if tools.choice in ("required", "named"):
-        raise UnsupportedParameter("tool_choice must be auto or none.", param="tool_choice")
-    for index, tool in enumerate(tools.tools):
-        if tool.strict:
-            where = f"tools[{index}].function.strict"
-            raise UnsupportedParameter(f"{where} must be false: arguments are not constrained.", param=where)
     return tools
 
 
