@@ -171,6 +171,8 @@ def _allowed(request: GenerationRequest, stop_ids: tuple[int, ...], vocab_size: 
         return ()
     if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
         raise InvalidRequest("allowed_token_ids must be a list of token ids, not empty.", param="allowed_token_ids")
+    if len(ids) > vocab_size:
+        raise InvalidRequest(f"allowed_token_ids must have at most {vocab_size} ids.", param="allowed_token_ids")
     allowed = tuple(dict.fromkeys(_in_vocabulary(ids, "allowed_token_ids", vocab_size)))
     if request.min_tokens and set(allowed) <= set(stop_ids):
         raise InvalidRequest(

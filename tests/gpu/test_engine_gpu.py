@@ -6,14 +6,17 @@ prompt as ids and as embeddings, in batches of the same shape, must give the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
+from transformers import AutoTokenizer
 
-from tests.models import FAMILIES, Family, clear_prompt, embed, hf_generate
+from tests.models import EOS_ID, FAMILIES, Family, clear_prompt, embed, hf_generate
 from tests.parity.harness import Harness
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -77,6 +80,30 @@ def test_bfloat16_ids_and_embeddings_agree(tiny_model: Callable[[Family], Path],
         return [harness.tokens(number) for number in numbers]
 
     assert run(rows=True) == run(rows=False)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"presence_penalty": 0.5}, {"logprobs": 2}], ids=str)
+def test_grammars(tiny_model: Callable[[Family], Path], options: dict[str, Any], enforce_eager: bool) -> None:
+    """Masks reach the logits before whatever samples them, a captured graph too; neighbours stay the reference's. Many
+    steps, so that every staging buffer comes round several times while another step is in flight."""
+    path = tiny_model("llama")
+    decode = AutoTokenizer.from_pretrained(path).decode
+    harness = gpu_harness(path, async_scheduling=True, max_num_batched_tokens=64, enforce_eager=enforce_eager)
+    prompts = [clear_prompt(path, length, seed=length) for length in LENGTHS]
+    plain = [harness.add(prompt, TOKENS) for prompt in prompts]
+    patterns = [f"({'abcdefgh'[i]}[0-9]){{6,9}}!" for i in range(6)]
+    sampling: dict[str, Any] = {"temperature": 1.0, "stop_token_ids": (EOS_ID,), **options}
+    bound = [
+        harness.add(prompts[i], 40, seed=i, grammar=LLMatcher.grammar_from_regex(pattern), **sampling)
+        for i, pattern in enumerate(patterns)
+    ]
+    harness.run()
+    for number, prompt in zip(plain, prompts, strict=True):
+        assert harness.tokens(number) == hf_generate(path, prompt, TOKENS, ignore_eos=True)
+    for number, pattern in zip(bound, patterns, strict=True):
+        assert re.fullmatch(pattern, decode(harness.tokens(number), skip_special_tokens=True))
+    harness.assert_empty()
 
 
 def test_sampling_is_the_same_as_on_the_cpu(tiny_model: Callable[[Family], Path]) -> None:

@@ -113,6 +113,28 @@ def test_greedy_is_the_best_allowed_token(path: Path, overlap: bool) -> None:
         assert entry is not None and entry.logprob == pytest.approx(float(row.log_softmax(-1)[token]), abs=1e-4)
 
 
+@overlap
+def test_bans_choose_among_what_the_grammar_allows(
+    path: Path, decode: Callable[[list[int]], str], compiler: GrammarCompiler, overlap: bool
+) -> None:
+    harness = Harness(path, async_scheduling=overlap)
+    letters = {decode([token]): token for token in range(VOCAB_SIZE)}
+    allowed = (letters["a"], letters["b"], EOS_ID)
+    narrowed = [harness.add(random_prompt(9, i), 20, **asks(i, "[a-d]{6}", allowed_token_ids=allowed)) for i in (1, 2)]
+    without = [harness.add(random_prompt(9, i), 20, **asks(i, "[ab]{6}", bad_words=((letters["a"],),))) for i in (1, 2)]
+    # What the grammar wants and the ban forbids: this choice ends with an error, and no other.
+    stuck = harness.add(random_prompt(9, 3), 20, **asks(3, "[cd]{6}", allowed_token_ids=allowed))
+    # The only token that the grammar has left is not forbidden.
+    forced = harness.add(random_prompt(9, 4), 20, **asks(4, "c{3}", bad_words=((letters["c"],),)))
+    harness.run()
+    harness.assert_empty()
+    assert all(re.fullmatch("[ab]{6}", decode(harness.tokens(number))) for number in narrowed)
+    assert [decode(harness.tokens(number)) for number in without] == ["b" * 6] * 2
+    end = harness.answer(stuck).end
+    assert end is not None and (end.reason, end.fault) == ("error", "request")
+    assert decode(harness.tokens(forced)) == "ccc"
+
+
 # --- whatever happens to the sequence -------------------------------------------------------------------------------
 
 

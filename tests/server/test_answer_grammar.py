@@ -32,7 +32,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 WRONG = CALL.replace('"Paris"', "5")
 OTHER = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 JSON = {"response_format": {"type": "json_object"}}
-THINKS = {"reasoning_style": REASONING_STYLES["qwen3"]}
+THINKS: dict[str, Any] = {"reasoning_style": REASONING_STYLES["qwen3"]}
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     (
         "allowed_token_ids",
         [[0], list(range(VOCAB_SIZE))],
-        [[], [-1], [VOCAB_SIZE], [2**70], [1.0], [True], "5", {"a": 1}],
+        [[], [-1], [VOCAB_SIZE], [2**70], [1.0], [True], "5", {"a": 1}, [0] * (VOCAB_SIZE + 1)],
     ),
     ("bad_words", [["x"], ["x"] * 128, ["x" * 128]], [[""], ["x"] * 129, ["x" * 129], [[5]], "x"]),
     ("prompt_logprobs", [0, 20], [-1, 21, 1.0, True]),

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest
-from server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_generation, parse
+from server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_generation,
+    parse,
+    without_input,
+)
 
 WITHIN: list[tuple[str, list[Any]]] = [
     ("temperature", [0, 0.0, 1, 2, 2.0]),
@@ -182,3 +190,16 @@ def test_parameters_that_do_not_go_together(schema: type[CompletionRequest], bod
 )
 def test_parameters_that_do(schema: type[CompletionRequest], body: dict[str, Any]) -> None:
     check_generation(parse(schema, body))
+
+
+@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest])
+def test_nothing_of_any_size_is_held_while_a_request_is_answered(schema: type[CompletionRequest | ChatRequest]) -> None:
+    """Fields whose size no schema bounds are those that are checked by hand."""
+    unbounded = {
+        name for name, field in schema.model_fields.items() if field.annotation in (Any, dict[str, Any] | None)
+    }
+    assert {"response_format", "guided_json"} < unbounded
+    unbounded.remove("allowed_token_ids")  # `sampling` bounds it, when the prompt is gone
+    left = without_input(parse(schema, {"temperature": 0.5} | {name: {"x": 1} for name in unbounded}))
+    assert all(getattr(left, name) is None for name in unbounded)
+    assert left.temperature == 0.5
