@@ -208,7 +208,7 @@ class Engine:
     def _constrain(self, launched: Launched, entries: list[int]) -> None:
         """Stages the masks of a step's constrained entries, once their matchers are up to date."""
         sequences = launched.step.sequences
-        if any(sequences[entry].in_flight > 1 for entry in entries):
+        if (self.scheduler.table.in_flight[launched.step.slots[entries]] > 1).any():
             while self._launched[0] is not launched:
                 self._retire_first()
         entries = [entry for entry in entries if not sequences[entry].ended]
@@ -238,8 +238,7 @@ class Engine:
         step = launched.step
         outputs: dict[int, StepOutput] = {}
 
-        def output(sequence: Sequence) -> StepOutput:
-            worker = sequence.request.key[0]
+        def output(worker: int) -> StepOutput:
             if worker not in outputs:
                 outputs[worker] = StepOutput([], [], [])
             return outputs[worker]
@@ -247,22 +246,23 @@ class Engine:
         self._add_started(step, output)
         self._add_prompt_logprobs(launched, output)
         tokens = launched.tokens[: step.num_entries].numpy().copy()
+        origin = self.scheduler.table.origin[step.slots]  # a copy: slots may be given to others now
         # Before the step is accounted for: the tokens that it sampled for these don't count.
         complete = self._end_by_grammar(launched.ends)
         entries, ended = self.scheduler.retire(step, tokens)
         ended += complete + self._end_by_grammar(self._follow(step, entries, tokens))
         self._count(step, len(entries))
         logprobs = self._logprobs_by_entry(launched)
-        for entry, token in zip(entries.tolist(), tokens[entries].tolist(), strict=True):
-            sequence = step.sequences[entry]
-            out = output(sequence)
-            out.requests.append(sequence.request.key[1])
-            out.choices.append(sequence.choice)
-            out.tokens.append(token)
+        for worker in set(origin[entries, 0].tolist()):
+            mine = entries[origin[entries, 0] == worker]
+            out = output(worker)
+            out.requests.extend(origin[mine, 1].tolist())
+            out.choices.extend(origin[mine, 2].tolist())
+            out.tokens.extend(tokens[mine].tolist())
             if logprobs:
-                out.logprobs.append(logprobs.get(entry))
+                out.logprobs.extend(map(logprobs.get, mine.tolist()))
         for end in ended:
-            output(end.sequence).ends.append(_end_message(end))
+            output(end.sequence.request.key[0]).ends.append(_end_message(end))
         # Once a request: siblings often end in the same step.
         for request in {end.sequence.request for end in ended}:
             self._release_rows(request)
@@ -274,7 +274,7 @@ class Engine:
     ) -> list[tuple[Sequence, Outcome]]:
         """Moves the matchers on by the tokens that a step made. (Those that ended with theirs need it no more.)"""
         moving, matched = [], []
-        for entry in entries.tolist():
+        for entry in entries[step.asking[entries]].tolist():
             sequence = step.sequences[entry]
             if sequence.matcher is not None and not sequence.ended:
                 moving.append(sequence)
@@ -292,7 +292,7 @@ class Engine:
         return ended
 
     @staticmethod
-    def _add_started(step: Step, output: Callable[[Sequence], StepOutput]) -> None:
+    def _add_started(step: Step, output: Callable[[int], StepOutput]) -> None:
         now = time.monotonic()
         for admission in step.admissions:
             sequence = admission.sequence
@@ -300,17 +300,19 @@ class Engine:
                 sequence.started = True
                 request = sequence.request
                 cached = min(admission.computed, request.prompt_len)
-                output(sequence).started.append(Started(request.key[1], sequence.choice, cached, now - request.arrived))
+                worker, number = request.key
+                output(worker).started.append(Started(number, sequence.choice, cached, now - request.arrived))
 
     @staticmethod
-    def _add_prompt_logprobs(launched: Launched, output: Callable[[Sequence], StepOutput]) -> None:
+    def _add_prompt_logprobs(launched: Launched, output: Callable[[int], StepOutput]) -> None:
         for score, targets, logprobs in launched.prompt_logprobs:
             sequence = launched.step.sequences[score.entry]
             if not sequence.ended:
                 ids: list[int] = targets.tolist()
                 rows = zip(ids, _token_logprobs(ids, logprobs, score.top), strict=True)
                 entries = tuple(None if token == EMBEDDING_ID else row for token, row in rows)
-                output(sequence).prompt_logprobs.append(PromptLogprobs(sequence.request.key[1], score.start, entries))
+                worker, number = sequence.request.key
+                output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
     def _count(self, step: Step, sampled: int) -> None:
         self._counters.steps += 1

@@ -41,6 +41,12 @@ class SlotTable:
         self.published: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Blocks offered to the prefix cache."""
         self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.origin: NDArray[np.int64] = np.zeros((num_slots, 3), np.int64)
+        """(worker, request, choice): whom its tokens go to."""
+        self.in_flight: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """Launched steps that read the slot and its blocks and have not retired."""
+        self.ended: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Its sequence has ended; the slot is kept for steps in flight only."""
         self.open: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Has rows left to launch."""
         self.asks: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -218,7 +224,8 @@ class Scheduler:
         table.limit[slot] = sequence.limit
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
-        table.open[slot] = True
+        table.origin[slot] = (*request.key, sequence.choice)
+        table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
         table.asks[slot] = not request.sampling.is_plain
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
@@ -244,8 +251,7 @@ class Scheduler:
         table.computed[slots] = computed
         table.length[slots] += samples
         table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
-        for sequence in sequences:
-            sequence.in_flight += 1
+        table.in_flight[slots] += 1
         self.num_in_flight += 1
         return step
 
@@ -290,7 +296,7 @@ class Scheduler:
         """
         table = self.table
         self.num_in_flight -= 1
-        live = np.fromiter((not s.ended for s in step.sequences), np.bool_, len(step.sequences))
+        live = ~table.ended[step.slots]
         entries = np.nonzero(step.samples & live)[0]
         slots, new = step.slots[entries], tokens[entries]
         table.token_ids[slots, step.positions[entries]] = new
@@ -308,8 +314,7 @@ class Scheduler:
         scored &= table.limit[step.slots] == table.prompt_len[step.slots]
         ended += [Ended(step.sequences[entry], "length") for entry in np.nonzero(scored)[0].tolist()]
 
-        for sequence in step.sequences:
-            sequence.in_flight -= 1
+        table.in_flight[step.slots] -= 1
         for end in ended:
             self._end(end.sequence)
         for entry in np.nonzero(~live)[0].tolist():
@@ -354,10 +359,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.table.open[sequence.slot] = False
+            self.table.ended[sequence.slot] = True
             self._release_if_ended(sequence)
 
     def _release_if_ended(self, sequence: Sequence) -> None:
-        if sequence.ended and sequence.in_flight == 0 and sequence.slot >= 0:
+        if sequence.ended and sequence.slot >= 0 and self.table.in_flight[sequence.slot] == 0:
             self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

@@ -127,8 +127,6 @@ class Sequence:
     slot: int = -1
     admission: int = -1
     """Grows with every admission; the newest is preempted first."""
-    in_flight: int = 0
-    """Launched steps that read this sequence's slot and blocks and have not retired."""
     ended: bool = False
     started: bool = False
     prompt_logprobs_sent: int = 1

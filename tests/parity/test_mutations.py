@@ -175,7 +175,7 @@ MUTATIONS = (
         "rows of a prompt's chunk sample nothing; lists of tokens and of outputs then differ (#21390)",
         engine.Engine,
         "_retire",
-        (("tokens[entries].tolist()", "tokens[:len(entries)].tolist()"),),
+        (("tokens[mine].tolist()", "tokens[: len(mine)].tolist()"),),
         trials.crowd_of_both_kinds,
     ),
     Mutation(
@@ -287,7 +287,7 @@ MUTATIONS = (
         "a sequence that a stop token has ended still gets the token of the step in flight",
         scheduler.Scheduler,
         "retire",
-        (("not s.ended for s", "True for s"),),
+        (("~table.ended[step.slots]", "np.ones(len(step.slots), np.bool_)"),),
         trials.crowd_of_both_kinds,
     ),
     Mutation(
