@@ -225,7 +225,7 @@ class Engine:
         assert sequence.matcher is not None  # noqa: S101 - the caller has looked
         params = sequence.request.sampling
         made = int(step.positions[entry]) - sequence.request.prompt_len
-        return MaskRow(sequence.matcher, params.stop_token_ids, made < params.min_tokens)
+        return MaskRow(sequence.matcher, sequence.request.possible_stop_ids, made < params.min_tokens)
 
     def _retire_first(self) -> None:
         self._retire(self._launched[0])
@@ -250,8 +250,12 @@ class Engine:
         # Before the step is accounted for: the tokens that it sampled for these don't count.
         complete = self._end_by_grammar(launched.ends)
         entries, ended = self.scheduler.retire(step, tokens)
-        ended += complete + self._end_by_grammar(self._follow(step, entries, tokens))
+        followed = self._end_by_grammar(self._follow(step, entries, tokens))
+        ended += complete + followed
         self._count(step, len(entries))
+        strayed = {end.sequence for end in followed if end.reason == "error"}
+        if strayed:  # by a token that may be none of the grammar's: nobody is told of it
+            entries = entries[[step.sequences[entry] not in strayed for entry in entries.tolist()]]
         logprobs = self._logprobs_by_entry(launched)
         for worker in set(origin[entries, 0].tolist()):
             mine = entries[origin[entries, 0] == worker]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,12 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
+
+    @cached_property
+    def possible_stop_ids(self) -> tuple[int, ...]:
+        """Those of `sampling.stop_token_ids` that can be sampled."""
+        allowed = set(self.sampling.allowed_token_ids)
+        return tuple(token for token in self.sampling.stop_token_ids if not allowed or token in allowed)
 
     @property
     def prompt_len(self) -> int:

@@ -124,6 +124,8 @@ def test_bans_choose_among_what_the_grammar_allows(
     without = [harness.add(random_prompt(9, i), 20, **asks(i, "[ab]{6}", bad_words=((letters["a"],),))) for i in (1, 2)]
     # What the grammar wants and the ban forbids: this choice ends with an error, and no other.
     stuck = harness.add(random_prompt(9, 3), 20, **asks(3, "[cd]{6}", allowed_token_ids=allowed))
+    # Complete, and the token that would say so is not allowed: it ends all the same.
+    complete = harness.add(random_prompt(9, 5), 20, **asks(5, "[a-d]{6}", allowed_token_ids=allowed[:2]))
     # The only token that the grammar has left is not forbidden.
     forced = harness.add(random_prompt(9, 4), 20, **asks(4, "c{3}", bad_words=((letters["c"],),)))
     harness.run()
@@ -131,7 +133,10 @@ def test_bans_choose_among_what_the_grammar_allows(
     assert all(re.fullmatch("[ab]{6}", decode(harness.tokens(number))) for number in narrowed)
     assert [decode(harness.tokens(number)) for number in without] == ["b" * 6] * 2
     end = harness.answer(stuck).end
-    assert end is not None and (end.reason, end.fault) == ("error", "request")
+    assert end is not None and (end.reason, end.fault, harness.tokens(stuck)) == ("error", "request", [])
+    assert re.fullmatch("[ab]{6}", decode(harness.tokens(complete)))
+    end = harness.answer(complete).end
+    assert end is not None and (end.reason, end.stop_token) == ("stop", None)
     assert decode(harness.tokens(forced)) == "ccc"
 
 
