@@ -60,7 +60,7 @@ class StepGraphs:
         Args:
             forward: launches a step's forward of that size. sample: the same for the sampling of so many entries.
         """
-        works: list[tuple[dict[Any, torch.cuda.CUDAGraph], object, Callable[[], object]]] = []
+        works: list[tuple[dict[Any, torch.cuda.CUDAGraph], object, partial[object]]] = []
         for entries, fewer in zip(reversed(self._entries), [*reversed(self._entries[:-1]), 0], strict=True):
             for rows in reversed(self._rows):
                 if rows <= fewer or (rows > _MANY_ROWS and entries < self._entries[-1]):
@@ -76,8 +76,9 @@ class StepGraphs:
                 graphs[key] = graph
             progress(f"capturing CUDA graphs: {done} of {len(works)}")
 
-    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, work: partial[object]) -> torch.cuda.CUDAGraph | None:
         """None, with a warning, where it can't be captured: steps of that size then run eagerly."""
+        stream = torch.cuda.current_stream()
         try:
             work()  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
@@ -86,7 +87,11 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("a step of this size can't be captured and runs eagerly: %s", error)
+            log.warning("a step of size %s can't be captured and runs eagerly: %s", work.args, error)
+            # torch may leave its capturing stream the current one, and the pool marked as one that is being recorded
+            # into: the next capture has to find neither.
+            torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
             return None
         return graph
 
