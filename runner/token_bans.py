@@ -67,8 +67,12 @@ class BanEdit:
 
     def apply(self, logits: Tensor, slot: Tensor, slots: SlotState) -> None:
         """logits: [E, vocab] float32. slot: [E] int32 or int64, device."""
-        own = slot[self.entry].long()
-        self.bans.apply(logits[self.entry], slots.token_ids[own], slots.length[own], slots.prompt_len[own])
+        # By a tensor of one element: one of none would be fetched to the host, which would wait for the whole forward.
+        own = slot[self.entry : self.entry + 1]
+        ids, length, prompt_len = (
+            field.index_select(0, own)[0] for field in (slots.token_ids, slots.length, slots.prompt_len)
+        )
+        self.bans.apply(logits[self.entry], ids, length, prompt_len)
 
 
 def _words(words: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

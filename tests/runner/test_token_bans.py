@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from runner.messages import SamplingParams
-from runner.token_bans import TokenBans
+from runner.slots import SlotState
+from runner.token_bans import BanEdit, TokenBans
 from tests.models import PAD_ID, Family, hf_model
 from tests.parity.harness import Harness
 from tests.parity.reference import Sample, sample
@@ -94,3 +95,12 @@ def test_something_is_always_left() -> None:
     row = torch.arange(5.0)
     bans.apply(row, torch.zeros(4, dtype=torch.int32), torch.tensor(2), torch.tensor(1))
     assert row.tolist() == [-torch.inf, -torch.inf, 2.0, 3.0, -torch.inf]
+
+
+def test_a_ban_asks_the_device_for_nothing() -> None:
+    """Meta tensors have no values: whatever would wait for one fails."""
+    meta = torch.device("meta")
+    params = SamplingParams(1, allowed_token_ids=(2, 3), bad_words=((2, 4), (3,)))
+    edit = BanEdit(1, TokenBans.of(params, lambda tensor: tensor.to(meta)))
+    slots = SlotState.allocate(4, 16, 4, meta)
+    edit.apply(torch.zeros(2, 8, device=meta), torch.zeros(2, dtype=torch.int32, device=meta), slots)
