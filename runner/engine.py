@@ -84,6 +84,8 @@ class Engine:
         overlap = config.async_scheduling
         self._depth = 1 if (model.device.type == "cuda" if overlap is None else overlap) else 0
         self._launched: deque[Launched] = deque()
+        self._scheduled: Step | None = None
+        """While it is being launched."""
         self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
@@ -186,16 +188,18 @@ class Engine:
             self._step()
         except RuntimeError as error:
             # What the device reports may be an earlier step's fault: all that are on their way are named.
-            for step in [launched.step for launched in self._launched]:
-                size = f"{step.num_rows} rows in {step.num_entries} entries, {step.num_decodes} of them decodes"
-                error.add_note(f"a step in flight: {size}")
+            for launched in self._launched:
+                error.add_note(f"a step in flight: {_size(launched.step)}")
+            if self._scheduled is not None:
+                error.add_note(f"the step that was being launched: {_size(self._scheduled)}")
             raise
 
     def _step(self) -> None:
-        step = self.scheduler.schedule()
+        step = self._scheduled = self.scheduler.schedule()
         if step is not None:
             launched = self.device.launch_forward(step)
             self._launched.append(launched)
+            self._scheduled = None
             asking = np.nonzero(step.asking)[0].tolist()
             constrained = [entry for entry in asking if step.sequences[entry].matcher is not None]
             if constrained:
@@ -336,6 +340,10 @@ class Engine:
                 row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top]
             )
         return result
+
+
+def _size(step: Step) -> str:
+    return f"{step.num_rows} rows in {step.num_entries} entries, {step.num_decodes} of them decodes"
 
 
 def _log_memory(device: torch.device, weights: int, kv: int) -> None:

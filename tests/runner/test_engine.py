@@ -383,3 +383,18 @@ def test_a_device_error_names_the_steps_in_flight(
     with pytest.raises(RuntimeError, match="device-side assert") as caught:
         harness.run()
     assert caught.value.__notes__ == ["a step in flight: 7 rows in 1 entries, 0 of them decodes"]
+
+
+def test_a_step_that_cannot_be_launched_is_named(
+    tiny_model: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tiny_model("llama"))
+
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(harness.engine.device, "launch_forward", fails)
+    harness.add(list(range(10, 17)), 4)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        harness.run()
+    assert caught.value.__notes__ == ["the step that was being launched: 7 rows in 1 entries, 0 of them decodes"]
