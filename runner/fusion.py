@@ -35,7 +35,8 @@ def fuse(hf: PreTrainedModel, max_model_len: int) -> Decoder:
     Raises:
         NotFusable
     """
-    backbone = hf.base_model
+    # A model of text and images has the text model inside.
+    backbone = getattr(hf.base_model, "language_model", hf.base_model)
     layers = list(cast(Any, backbone).layers) if hasattr(backbone, "layers") else []
     family = _family(layers)
     if type(backbone).__module__ != _module(family):

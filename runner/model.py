@@ -111,7 +111,7 @@ class Model:
         """
         rows = self._trial_rows(batch)
         # At the last positions, where a rope kind that depends on the longest one is what the decoder froze it to.
-        positions = batch.positions + max(max_model_len - len(rows), 0)
+        positions = batch.positions + (max_model_len - len(rows))
         ours, theirs = decoder(rows, positions, batch).float(), self._unfused(rows, positions, batch).float()
         error = float((ours - theirs).norm() / theirs.norm())
         if not error <= _ROUNDING[self.dtype]:

@@ -54,7 +54,7 @@ def load_checked(
     hf = load_model(config, path, device, dtype)
     model = Model(hf, path)
     backend = make_backend(config, model)
-    batch = trial_batch(model, backend, TRIAL_ROWS, config.block_size)
+    batch = trial_batch(model, backend, min(TRIAL_ROWS, max_model_len), config.block_size)
     model.check_head(hf, batch)
     try:
         model.adopt(fuse(hf, max_model_len), max_model_len, batch)

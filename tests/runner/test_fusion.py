@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
@@ -107,6 +108,26 @@ def test_fused_layers_compute_what_transformers_does(name: str, dtype: torch.dty
     # Rounding may fall differently, but not be more of it than transformers' own.
     allowed = max(1.5 * float((theirs() - exact).norm()), 1e-5 * float(exact.norm()))
     assert (hidden_of(model, backend, positions).float() - exact).norm() <= allowed
+
+
+def test_the_text_model_inside_a_model_of_text_and_images_is_fused(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = CONFIGS["gemma3"].to_dict()
+    hf = save(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4), tmp_path)
+    assert type(hf).__name__ == "Gemma3ForConditionalGeneration"
+    model, backend = load(tmp_path, torch.float32)
+    assert model.is_fused
+    with torch.inference_mode():
+        expected = hf.base_model(torch.arange(ROWS)[None] * 5 % 128).last_hidden_state[0]
+    assert (hidden_of(model, backend, torch.arange(ROWS)) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("max_model_len", [2, 5])
+def test_a_context_shorter_than_the_trial(max_model_len: int, tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    model, _ = load(tmp_path, torch.float32, max_model_len)
+    assert model.is_fused
 
 
 def test_rotations_of_short_and_long_prompts_are_the_same(tmp_path: Path) -> None:
