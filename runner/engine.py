@@ -25,7 +25,7 @@ from runner.grammar import FAILED, GrammarExecutor, MaskRow, Outcome
 from runner.kv_cache import KVCache, bytes_per_block
 from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
 from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
-from runner.model import Model, read_model_config
+from runner.model import Model, max_positions, read_model_config
 from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
@@ -106,7 +106,7 @@ class Engine:
         progress(f"loading {path}")
         hf_config = read_model_config(config, path)
         text_config = hf_config.get_text_config()
-        limits = choose_limits(config, int(text_config.max_position_embeddings), device)
+        limits = choose_limits(config, max_positions(text_config), device)
         model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
         weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         progress("sizing the KV cache")

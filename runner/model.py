@@ -1,7 +1,7 @@
 """The model, called with flattened rows and our attention: fused where its kind is known, else as transformers has it.
 
 Built by `runner.trial` at start, called by `runner.device_step`. A model is refused at load, with the reason, when its
-head or its rope can't be driven this way; it is never run wrong.
+head, its attention or its rope can't be driven this way; it is never run wrong.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class Model:
             return cast(Tensor, self._decoder(rows, positions, batch))
         return self._unfused(rows, positions, batch)
 
-    def _unfused(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def _unfused(self, rows: Tensor, positions: Tensor, batch: AttentionBatch | None) -> Tensor:
+        """`batch` is None where transformers' own attention runs (at load)."""
+        ours = {} if batch is None else {"attention_batch": batch}
         out = cast(nn.Module, self._backbone)(
-            inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, attention_batch=batch
+            inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, **ours
         )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
@@ -101,6 +103,29 @@ class Model:
         spread = theirs.float().std().clamp(min=1e-6)
         if not bool(((ours - theirs.float()).abs() <= 0.05 * spread).all()):
             raise UnsupportedModel(f"{type(hf).__name__} changes its logits in a way that this server doesn't know")
+
+    @torch.inference_mode()
+    def check_attention(self, hf: PreTrainedModel, batch: AttentionBatch) -> None:
+        """Compares the model on our attention with the model on transformers' plain one.
+
+        Raises:
+            UnsupportedModel: they differ (sinks, position biases, attention to what follows), or ours isn't asked.
+        """
+        rows, name = self._trial_rows(batch), type(hf).__name__
+        for cache in batch.key_caches:
+            cache.fill_(1.0)
+        ours = self._unfused(rows, batch.positions, batch).float()
+        if any(bool((cache == 1.0).all()) for cache in batch.key_caches):
+            raise UnsupportedModel(f"{name} has layers that don't support transformers' attention interface")
+        hf.set_attn_implementation("eager")
+        try:
+            theirs = self._unfused(rows, batch.positions, None).float()
+        finally:
+            hf.set_attn_implementation(IMPLEMENTATION)
+        error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
+        # Looser than for our own layers: what is refused here isn't served at all, and experts may be chosen otherwise.
+        if not error <= 3 * _ROUNDING[self.dtype]:
+            raise UnsupportedModel(f"{name} attends in a way that this server doesn't know: {error:.2g} apart")
 
     @torch.inference_mode()
     def adopt(self, decoder: Decoder, max_model_len: int, batch: AttentionBatch) -> None:
@@ -169,6 +194,14 @@ def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
     return hf_config
 
 
+def max_positions(hf_config: PretrainedConfig) -> int:
+    """What the model was made for. Raises `UnsupportedModel` where its configuration doesn't say."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is None:
+        raise UnsupportedModel(f"a model of type {hf_config.model_type!r} states no number of positions")
+    return int(positions)
+
+
 def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Loads (or, with load_format "dummy", makes) the transformers module.
 
@@ -184,7 +217,7 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
             hf = AutoModelForCausalLM.from_pretrained(
                 path, config=hf_config, trust_remote_code=config.trust_remote_code, **options
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"can't load model {path!r}: {error}") from error
     hf.eval().requires_grad_(False)
     hf.to(device)

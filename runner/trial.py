@@ -17,7 +17,7 @@ from runner.config import RunnerConfig
 from runner.fusion import NotFusable, fuse
 from runner.kv_cache import KVCache
 from runner.limits import BadConfiguration, Limits
-from runner.model import Model, load_model, refuse_moving_rope
+from runner.model import Model, UnsupportedModel, load_model, refuse_moving_rope
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,17 @@ def load_checked(
         UnsupportedModel, BadConfiguration: fit for the operator.
     """
     hf = load_model(config, path, device, dtype)
-    model = Model(hf, path)
-    backend = make_backend(config, model)
-    batch = trial_batch(model, backend, min(TRIAL_ROWS, max_model_len), config.block_size)
-    model.check_head(hf, batch)
+    try:
+        model = Model(hf, path)
+        backend = make_backend(config, model)
+        batch = trial_batch(model, backend, min(TRIAL_ROWS, max_model_len), config.block_size)
+        model.check_head(hf, batch)
+        model.check_attention(hf, batch)
+    except (UnsupportedModel, BadConfiguration, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever modules raise that aren't made for this
+        log.warning("the trial of %s failed", type(hf).__name__, exc_info=True)
+        raise UnsupportedModel(f"{type(hf).__name__} can't be driven by this server: {error}") from error
     try:
         model.adopt(fuse(hf, max_model_len), max_model_len, batch)
     except NotFusable as reason:

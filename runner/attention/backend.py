@@ -61,13 +61,17 @@ class AttentionBatch:
     """[T] int64"""
     num_entries: int
     num_decodes: int
-    """The first so many entries have one row each."""
+    """The first so many entries have one row each; in a captured mixed step: may have."""
     max_seq_len: int
     host_starts: list[int]
     """`entry_starts` and `seq_lens` of the step's own entries, on the host (the schedule knows them)."""
     host_seq_lens: list[int]
     plan: Any = None
     """The backend's own: what it worked out in the first layer for all of them."""
+
+
+_UNKNOWN = ("s_aux", "position_bias", "alibi")
+"""What some modules ask of an attention besides: attention sinks, and terms added to the scores."""
 
 
 def attend(
@@ -85,7 +89,10 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`AttentionInterface` entry: query [1, num_heads, T, head_dim], key and value [1, num_kv_heads, T, head_dim];
-    returns [1, T, num_heads, head_dim]."""
+    returns [1, T, num_heads, head_dim]. Raises NotImplementedError where a module asks for what backends don't do."""
+    for name in _UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention with {name!r}")
     batch = attention_batch
     layer: int = module.layer_idx  # type: ignore[assignment]
     key_cache, value_cache = batch.key_caches[layer], batch.value_caches[layer]

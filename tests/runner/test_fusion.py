@@ -11,11 +11,16 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -128,6 +133,38 @@ def test_a_context_shorter_than_the_trial(max_model_len: int, tmp_path: Path) ->
     save(CONFIGS["llama"], tmp_path)
     model, _ = load(tmp_path, torch.float32, max_model_len)
     assert model.is_fused
+
+
+UNKNOWN: dict[str, tuple[PretrainedConfig, str]] = {
+    "sinks": (GptOssConfig(**SHARED, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
+    "both ways": (
+        Gemma3TextConfig(**SHARED, head_dim=32, layer_types=SLIDING, use_bidirectional_attention=True), "attends in a"
+    ),
+    "not ours": (BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
+    "no such attention": (
+        FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True), "load"
+    ),
+    "latent": (
+        DeepseekV3Config(
+            **SHARED | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+            qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+            n_group=1, topk_group=1,
+        ),
+        "can't be driven",
+    ),
+    "none": (MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2), "can't be driven"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.filterwarnings("ignore")
+def test_attention_of_an_unknown_kind_is_refused(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """It would be served wrong, without a word."""
+    config, reason = UNKNOWN[kind]
+    save(config, tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(tmp_path, dtype)
 
 
 def test_rotations_of_short_and_long_prompts_are_the_same(tmp_path: Path) -> None:
