@@ -40,6 +40,8 @@ STAGING_DEPTH = 3
 """Steps whose staging buffers exist at once: one in preparation, two launched."""
 _COMPILED_TOPS = (1, 20, 64)
 """Numbers of best tokens between which `kernels.logprobs` chooses a kernel."""
+_GAP = 16
+"""Rows that are copied for nothing sooner than a copy more is begun."""
 SCORE_ROWS = 256
 """Rows whose logits exist at once while a prompt is scored."""
 
@@ -112,9 +114,13 @@ class DeviceStep:
     @torch.inference_mode()
     def _compile_the_rest(self) -> None:
         """Kernels that no graph holds are compiled now, not when the first request asks for one."""
+        admit(self.upload, self._record.numel(), 0, 1, self.slots, self.sampling.floats, self.sampling.ints)
         self._choose(1, Asks(penalties=True, filters=True))
         for top in _COMPILED_TOPS:
             logprobs_of(self._logits[:1], self._sampled[:1], min(top, self.model.vocab_size))
+        words = -(-self.model.vocab_size // 32)
+        masks = torch.zeros(words + 1, dtype=torch.int32, device=self.model.device)
+        mask_logits(self._logits, masks[words:], masks[:words].view(1, words))
 
     def launch_forward(self, step: Step) -> Launched:
         """Hands a step's first half to the device, up to the logits, and returns at once. Waits for nothing in flight,
@@ -192,8 +198,7 @@ class DeviceStep:
     def _forward(self, launched: Launched, words: int) -> None:
         step, staging = launched.step, launched.staging
         self.upload[:words].copy_(staging.words[:words], non_blocking=True)
-        for row, run in step.embedding_runs:
-            end = row + len(run)
+        for row, end in _ranges(step.embedding_runs):
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
         if step.admissions:
             longest = max(len(admission.sequence.token_ids) for admission in step.admissions)
@@ -314,6 +319,18 @@ class DeviceStep:
             expected[row : row + len(run)] = False
         if not torch.equal(self.inputs.is_token_ids[: step.num_rows].cpu(), expected):
             raise MaskMismatch(f"is_token_ids differs from the schedule in a step of {step.num_rows} rows")
+
+
+def _ranges(runs: list[tuple[int, NDArray[np.uint8]]]) -> list[tuple[int, int]]:
+    """(first row, row behind the last) of the copies that bring a step's embedding rows to the device. Runs close to
+    each other go in one: the rows between them are tokens', whose place in the buffer is never read."""
+    ranges: list[tuple[int, int]] = []
+    for row, run in runs:
+        start, end = row, row + len(run)
+        if ranges and row - ranges[-1][1] <= _GAP:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges
 
 
 class _Never:

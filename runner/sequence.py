@@ -6,6 +6,7 @@ Made by the engine from a `Generate` message; scheduled, preempted and ended by 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -115,10 +116,13 @@ class Request:
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
         """The embedding rows among prompt rows start … end - 1: (prompt row of the first, their bytes) a run."""
         runs = []
-        for span, rows in zip(self.spans, self.rows, strict=True):
+        # Every chunk of a prompt asks: of many spans only its own may be looked at.
+        place = bisect_right(self.spans, start, key=lambda span: span.start + span.length)
+        for span, rows in zip(self.spans[place:], self.rows[place:], strict=True):
+            if span.start >= end:
+                break
             first, last = max(span.start, start), min(span.start + span.length, end)
-            if first < last:
-                runs.append((first, rows[first - span.start : last - span.start]))
+            runs.append((first, rows[first - span.start : last - span.start]))
         return runs
 
 
