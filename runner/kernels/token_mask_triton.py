@@ -9,7 +9,8 @@ from runner.kernels._triton import tl, triton
 _BLOCK = 2048
 
 
-@triton.jit
+# How long a mask is and where the entries lie behind the masks must not compile a kernel anew.
+@triton.jit(do_not_specialize=["masks_stride"], do_not_specialize_on_alignment=["entries"])
 def _mask_logits_kernel(  # type: ignore[no-untyped-def]
     logits, logits_stride, entries, masks, masks_stride, vocab, BLOCK: tl.constexpr
 ):

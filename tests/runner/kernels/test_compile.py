@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from runner.attention import triton_attention
+from runner.kernels import activation_triton, few_rows_triton, rope_triton
+from runner.kernels import rms_norm_triton as norms
 from runner.kernels._triton import HAS_TRITON
 from runner.kernels.activation_triton import gated_triton
+from runner.kernels.admit_triton import admit_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton
+from runner.kernels.few_rows_triton import few_rows_linear_triton
 from runner.kernels.filters import Floors
 from runner.kernels.filters_triton import filter_floors_triton
 from runner.kernels.gumbel_triton import gumbel_argmax_triton
@@ -27,9 +32,11 @@ from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
 from runner.kernels.token_mask_triton import mask_logits_triton
 from tests.runner.kernels import (
+    test_admit,
     test_attention,
     test_cache_write,
     test_embed,
+    test_few_rows,
     test_gumbel,
     test_penalties,
     test_prepare,
@@ -111,7 +118,9 @@ def test_the_others_compile(compiled: list[Any]) -> None:
     advance_slots_triton(step.record, 1, step.out, torch.zeros(7, dtype=torch.int64), step.slots)
     words = torch.zeros(2, 157, dtype=torch.int32)
     mask_logits_triton(torch.zeros(3, 5000), torch.zeros(2, dtype=torch.int32), words)
-    assert_fit(compiled, 3)
+    upload, admissions, longest = test_admit.make_case(0, 40)
+    admit_triton(upload, test_admit.RECORD, len(admissions), longest, *test_admit.make_state(40))
+    assert_fit(compiled, 4)
     compiled.clear()
     for dtype in (torch.float32, torch.bfloat16):
         token_ids, is_token_ids, rows, table = test_embed.make_case(5, 576, dtype)
@@ -153,3 +162,33 @@ def test_the_sampler_compiles(dtype: torch.dtype, compiled: list[Any]) -> None:
     gumbel_argmax_triton(many, *test_gumbel.make_state(torch.zeros(600)))
     apply_penalties_triton(*test_penalties.make_case(3, 5000, 3000))
     assert_fit(compiled, 9 + 11 + 1 + 3)
+
+
+def test_kernels_that_start_early_wait_first(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched while the kernel before it still runs, a kernel may ask for weights, and for nothing else, until it has
+    waited; and it has to wait on every path, since the kernel behind it counts on that."""
+    for module in (triton_attention, activation_triton, few_rows_triton, norms, rope_triton):
+        monkeypatch.setattr(module, "dependent_launch", lambda tensor: {"PDL": True, "launch_pdl": True})
+    dtype, reads_weights = torch.bfloat16, []
+    x, weight = torch.zeros(2, 1024, dtype=dtype), torch.zeros(1024, dtype=dtype)
+    rms_norm_triton(x, weight, 1e-5)
+    add_rms_norm_triton(x, x, weight, 1e-5, True)
+    for case in test_few_rows.CASES:
+        few_rows_linear_triton(*test_few_rows.make_args(case, dtype))
+    reads_weights = list(compiled)
+    gated_triton(x, "silu")
+    (q, k, v, cos, sin, positions, keys, values, index), norm = test_rope.make_args(test_rope.CASES[0], dtype)
+    rope_and_write_triton(q, k, v, RopeTable(cos, sin), positions, keys, values, index, norm)
+    for entries in (((1, 99), (1, 5)), ((1, 99), (70, 5))):
+        query, batch, _ = test_attention.make_batch(test_attention.Case(entries, dtype=dtype))
+        test_attention.run_triton(query, batch, test_attention.Case(entries, dtype=dtype), CPU)
+    assert len(compiled) == len(reads_weights) + 2 + 2 + 3
+    for kernel in compiled:
+        code = kernel.asm["ptx"]
+        before, waits, behind = code.partition("griddepcontrol.wait")
+        assert waits and kernel.metadata.launch_pdl
+        assert "griddepcontrol.launch_dependents" in behind
+        forbidden = ["st.global", "atom.", "red.", "ret;", "bra", "launch_dependents"]
+        if kernel not in reads_weights:
+            forbidden += ["ld.global", "cp.async"]
+        assert not [each for each in forbidden if each in before.partition(".entry")[2]], kernel.metadata.name
