@@ -1,6 +1,6 @@
 """Paged attention on the GPU: a split-KV kernel for decodes and a flash-style kernel for everything else.
 
-Chosen by `runner.engine` where there is a CUDA device. Nothing here looks at device data from the host: the launches
+Chosen by `runner.trial` where there is a CUDA device. Nothing here looks at device data from the host: the launches
 depend on the batch's static sizes alone, so a step is captured once and replayed with any schedule that fits it.
 
 What a captured step may leave open: in a decode step (num_decodes == num_entries) entries without rows are padding. In

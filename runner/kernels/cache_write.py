@@ -1,6 +1,7 @@
 """Writes a layer's new keys and values into the paged cache.
 
-Called by `runner.attention.backend.attend` in every layer of every step, before the attention itself.
+Called by `runner.attention.backend.attend`, before the attention itself, where a model runs as transformers wrote it
+(fused layers write with `kernels.rope`).
 """
 
 from __future__ import annotations
