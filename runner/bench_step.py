@@ -52,7 +52,9 @@ def bench_step(config: RunnerConfig, options: Options, out: TextIO) -> None:
     floors = f"{'floor ms':>10}{'floor/step':>12}" if options.bytes_per_second else ""
     print(f"{'':<16}{'step ms':>9}{'host ms':>9}{floors}", file=out)
     for batch in options.decode_batches:
-        if batch <= engine.limits.max_num_seqs and batch * bench.blocks(context + 2 * STEPS) < engine.info.num_blocks:
+        fits = context + 2 * STEPS <= engine.info.max_model_len
+        fits &= batch * bench.blocks(context + 2 * STEPS) < engine.info.num_blocks
+        if fits and batch <= engine.limits.max_num_seqs:
             bench.report(f"decode {batch}", bench.decode(batch, context), bench.floor(batch, batch, context), out)
     for rows in options.prefill_rows:
         if rows <= min(engine.limits.max_num_batched_tokens, engine.limits.max_model_len - 1):
@@ -75,7 +77,7 @@ class _Bench:
     def decode(self, batch: int, context: int) -> list[tuple[float, float]]:
         """(step, host) seconds of steps of `batch` decodes."""
         for _ in range(batch):
-            self._add(context, context)
+            self._add(context, self._engine.info.max_model_len)
         while self._engine.scheduler.waiting or not self._all_decode():
             self._engine.step()
         times = [self._step() for _ in range(_SETTLING_STEPS + STEPS)][_SETTLING_STEPS:]
