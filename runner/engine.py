@@ -110,11 +110,12 @@ class Engine:
         model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
         weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         progress("sizing the KV cache")
-        largest = measure(model, backend, limits, config.block_size)
+        captured = device.type == "cuda" and backend.capturable and not config.enforce_eager
+        largest = measure(model, backend, limits, config.block_size, captured=captured)
         num_blocks = choose_num_blocks(config, model, limits, largest.reserve)
         cache = KVCache(model.kv_shapes, num_blocks, config.block_size, model.dtype, device)
         engine = Engine(model, cache, backend, limits, config, emit, chunked_prefill_size=largest.chunk)
-        if device.type == "cuda" and backend.capturable and not config.enforce_eager:
+        if captured:
             engine.device.capture(progress)
         if device.type == "cuda":
             _log_memory(device, weights, num_blocks * bytes_per_block(model.kv_shapes, config.block_size, model.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,8 +83,8 @@ class LargestStep:
     """Prompt rows that take PREFILL_SECONDS; None where others' decodes aren't to be shielded from them."""
 
 
-def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int) -> LargestStep:
-    """On CUDA; elsewhere nothing is known beforehand."""
+def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int, *, captured: bool) -> LargestStep:
+    """On CUDA; elsewhere nothing is known beforehand. `captured`: whether steps will be captured in graphs."""
     if model.device.type != "cuda":
         return LargestStep()
     rows = limits.max_num_batched_tokens
@@ -93,21 +93,43 @@ def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size:
     with torch.inference_mode():
         batch = trial_batch(model, backend, rows, block_size)
         token_ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        for _ in range(2):  # the first time compiles kernels
+        # The first time compiles kernels; the last one is timed.
+        for each in ([as_captured(batch, limits)] if captured else []) + [batch, batch]:
             torch.cuda.synchronize(model.device)
             started = time.perf_counter()
-            hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, batch)
+            hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, each)
             torch.cuda.synchronize(model.device)
             seconds = time.perf_counter() - started
         # Raw logits, a filtered copy and the sampler's temporaries.
         logits = model.logits(hidden[: limits.max_num_seqs]).float()
-        peak = torch.cuda.max_memory_allocated(model.device) - before
-        peak = max(peak, 6 * logits.nbytes)
+        forward = torch.cuda.max_memory_allocated(model.device) - before
+        peak = max(forward, 6 * logits.nbytes)
+        if captured:  # graphs keep theirs; a step that none of them serves (a scored prompt's) needs it once more
+            peak += forward
     del batch, token_ids, hidden, logits
     torch.cuda.empty_cache()
     state = limits.max_num_seqs * limits.max_model_len * 4 + 2 * rows * model.hidden_size * model.dtype.itemsize
     chunk = int(rows * PREFILL_SECONDS / seconds) // _CHUNK_STEP * _CHUNK_STEP
     return LargestStep(int(peak * 1.1) + state + (512 << 20), min(max(chunk, _CHUNK_STEP), rows))
+
+
+def as_captured(batch: AttentionBatch, limits: Limits) -> AttentionBatch:
+    """`trial_batch`'s one chunk as a graph for mixed steps counts it: so many entries, any but the last a decode, of
+    any length. What attention keeps for each of them is memory, too."""
+    entries, device = limits.max_num_seqs, batch.positions.device
+    starts = torch.full((entries + 1,), len(batch.positions), dtype=torch.int32, device=device)
+    starts[0] = 0
+    seq_lens = torch.zeros(entries, dtype=torch.int32, device=device)
+    seq_lens[0] = len(batch.positions)
+    return replace(
+        batch,
+        entry_slots=torch.zeros_like(starts),
+        entry_starts=starts,
+        seq_lens=seq_lens,
+        num_entries=entries,
+        num_decodes=entries - 1,
+        max_seq_len=limits.max_model_len,
+    )
 
 
 def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: int) -> AttentionBatch:

@@ -15,6 +15,8 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from runner.attention.backend import AttentionBatch
 from runner.attention.sdpa import SdpaAttention
 from runner.attention.triton_attention import Tiles, TritonAttention, _num_splits
+from runner.limits import Limits
+from runner.trial import as_captured, trial_batch
 
 GARBAGE = {"nan": torch.nan, "large": 3e4, "inf": torch.inf}
 
@@ -224,6 +226,22 @@ def test_a_padded_mixed_step(entries: tuple[tuple[int, int], ...], triton_device
     if entries:
         assert_close(out[: case.num_rows], dense(query[: case.num_rows], case, sequences), case.dtype)
     assert not out[case.num_rows :].any()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
+def test_the_largest_step_as_a_graph_counts_it(max_num_seqs: int, triton_device: torch.device) -> None:
+    """What is measured at load is what a mixed graph launches, and computes the same as the chunk alone."""
+    model: Any = SimpleNamespace(kv_shapes=[(2, 32)], dtype=torch.float32, device=triton_device)
+    torch.manual_seed(0)
+    backend, query = TritonAttention(), torch.randn(21, 4, 32, device=triton_device)
+    plain = trial_batch(model, backend, 21, 16)
+    captured = as_captured(plain, Limits(4096, max_num_seqs, 21))
+    assert captured.num_entries == max_num_seqs == captured.num_decodes + 1
+    keys, values = plain.key_caches[0].normal_(), plain.value_caches[0].normal_()
+    outs = [
+        backend.attend(query, keys, values, batch, scale=0.3, window=None, softcap=None) for batch in (plain, captured)
+    ]
+    torch.testing.assert_close(*outs)
 
 
 def test_long_sequences_beside_short_ones_are_split(triton_device: torch.device, monkeypatch: Any) -> None:
