@@ -29,7 +29,7 @@ from runner.engine import Engine
 from runner.kv_cache import KVCache
 from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, StepOutput
-from runner.model import Model, UnsupportedModel, read_model_config
+from runner.model import Model, UnsupportedModel, max_positions, read_model_config
 from runner.sequence import Request
 from runner.trial import load_checked
 
@@ -313,10 +313,8 @@ def verify(config: RunnerConfig, out: TextIO) -> bool:
 
 def _check_configuration(config: RunnerConfig, path: str) -> torch.dtype:
     hf_config = read_model_config(config, path).get_text_config()
-    if hf_config.max_position_embeddings < MAX_MODEL_LEN:
-        raise BadConfiguration(
-            f"the model has {hf_config.max_position_embeddings} positions; {MAX_MODEL_LEN} are needed"
-        )
+    if max_positions(hf_config) < MAX_MODEL_LEN:
+        raise BadConfiguration(f"the model has {max_positions(hf_config)} positions; {MAX_MODEL_LEN} are needed")
     return choose_dtype(config, hf_config)
 
 
