@@ -95,6 +95,8 @@ class DeviceStep:
         self._masks = torch.empty(0, dtype=torch.int32, device=device)
         """The device's copy of `Staging.masks`."""
         self._graphs: StepGraphs | None = None
+        self._asks = np.zeros((3, num_slots), np.bool_)
+        """By slot, on the host: whether its sequence asks for penalties, for filters, for anything by entry."""
         self._ring = [Staging(model, num_slots, words, max_num_batched_tokens) for _ in range(STAGING_DEPTH)]
         self._bans: WeakKeyDictionary[Request, TokenBans] = WeakKeyDictionary()
         self._launches = 0
@@ -115,7 +117,8 @@ class DeviceStep:
     def _compile_the_rest(self) -> None:
         """Kernels that no graph holds are compiled now, not when the first request asks for one."""
         admit(self.upload, self._record.numel(), 0, 1, self.slots, self.sampling.floats, self.sampling.ints)
-        self._choose(1, Asks(penalties=True, filters=True))
+        for filters in (False, True):
+            self._choose(1, Asks(penalties=True, filters=filters))
         for top in _COMPILED_TOPS:
             logprobs_of(self._logits[:1], self._sampled[:1], min(top, self.model.vocab_size))
         words = -(-self.model.vocab_size // 32)
@@ -130,6 +133,10 @@ class DeviceStep:
         if staging.done is not None:
             staging.done.wait()
         words = staging.fill(step)
+        for admission in step.admissions:
+            params = admission.sequence.request.sampling
+            asks, by_entry = Asks.of(params), params.edits_logits or params.logprobs is not None
+            self._asks[:, admission.sequence.slot] = asks.penalties, asks.filters, by_entry
         if self.debug_checks:
             staging.tokens.fill_(-(2**40))
         launched = Launched(step, _NEVER, staging, staging.tokens)
@@ -152,11 +159,13 @@ class DeviceStep:
 
     def _asks_of(self, step: Step) -> tuple[Asks, LogitEdits | None, list[int]]:
         """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
-        asks, changes, bans, logprob_entries = Asks(), [], [], []
-        for entry in np.nonzero(step.asking)[0].tolist():
+        asking = np.nonzero(step.asking)[0]
+        penalties, filters, by_entry = self._asks[:, step.slots[asking]]
+        asks = Asks(bool(penalties.any()), bool(filters.any()))
+        changes, bans, logprob_entries = [], [], []
+        for entry in asking[by_entry].tolist():
             sequence = step.sequences[entry]
             params = sequence.request.sampling
-            asks |= Asks.of(params)
             if params.logit_bias:
                 changes.append((entry, dict(params.logit_bias)))
             early = step.positions[entry] - sequence.request.prompt_len < params.min_tokens

@@ -87,8 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         """Nothing but a temperature: one kernel samples it, whatever else is in the batch."""
         penalised = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
         filtered = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        edited = self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words or self.grammar
-        return not (penalised or filtered or edited or self.logprobs is not None)
+        return not (penalised or filtered or self.edits_logits or self.grammar or self.logprobs is not None)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Single logits of its own are changed."""
+        return bool(self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
