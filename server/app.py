@@ -15,6 +15,7 @@ from server.lifecycle import Lifecycle
 from server.openapi import install_openapi
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
+from server.responses import routes as responses
 
 
 def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle) -> FastAPI:
@@ -23,7 +24,7 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
-    for module in (completions, chat, render, models, tokenize, abort):
+    for module in (completions, chat, responses, render, models, tokenize, abort):
         app.include_router(module.router)
     install_openapi(app, config.model_names)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.answer import open_answer
+from server.answer import Answer, open_answer
 from server.answer_grammar import answer_grammar
 from server.body import read_json
 from server.chat_format import ChatFormat, PartsFormat
+from server.chat_parts import PartsRules
 from server.conversation import parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.inputs import Prompt, encode_prompt
@@ -20,7 +22,7 @@ from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
 from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse, without_input
 from server.services import Services, services_of
-from server.structured_outputs import constraint_of
+from server.structured_outputs import Constraint, constraint_of
 from server.tools.definitions import ToolRequest
 from server.tools.requested import parts_rules, requested_tools
 from server.truncation import Truncation
@@ -40,28 +42,53 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     constraint = constraint_of(body)
     del body
     envelope = Envelope.new("chatcmpl", services.model_name(request.model), services.system_fingerprint)
+    # What these were made of may be large, and an answer takes its time: it is not held for it.
+    waiting = open_chat(request, constraint, services, envelope.id)
+    del request, constraint
+    chat = await waiting
+    if chat.rules is None:
+        form = ChatFormat(chat.request, chat.prompt, services)
+    else:
+        form = PartsFormat(chat.request, chat.prompt, services, chat.rules)
+    release_body()
+    if chat.request.stream:
+        return streamed_response(chat.answer, form, envelope, chat.request.stream_options)
+    return await whole_response(chat.answer, form, envelope)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChat:
+    """A chat request that the engine has accepted."""
+
+    request: ChatRequest
+    """Without its fields of any size."""
+    prompt: Prompt
+    rules: PartsRules | None
+    """How the answer is taken apart; None: not at all, it is content."""
+    answer: Answer
+
+
+async def open_chat(
+    request: ChatRequest, constraint: Constraint | None, services: Services, answer_id: str
+) -> OpenChat:
+    """From a checked request to its answer. Raises APIError."""
     tools = requested_tools(request, services)
     text = await chat_prompt_text(request, services, tools)
     prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
     rules = parts_rules(request, tools, text, services)
     grammar = await answer_grammar(constraint, rules, services)
-    # What these were made of may be large, and an answer takes its time: it is not held for it.
     request = without_input(request)
     del text, constraint
-    form = ChatFormat(request, prompt, services) if rules is None else PartsFormat(request, prompt, services, rules)
     answer = await open_answer(
         request,
         [prompt],
         services,
-        envelope.id,
+        answer_id,
         grammar=grammar,
         keep_records=rules is not None and rules.reasoning is not None,
         shown_special=frozenset() if rules is None else rules.shown_token_ids(services.tokenizer),
     )
-    release_body()
-    if request.stream:
-        return streamed_response(answer, form, envelope, request.stream_options)
-    return await whole_response(answer, form, envelope)
+    return OpenChat(request, prompt, rules, answer)
 
 
 def parse_chat(body: Mapping[str, Any], services: Services) -> ChatRequest:

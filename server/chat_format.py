@@ -84,7 +84,7 @@ class PartsFormat(ChatFormat):
     def __init__(self, request: ChatRequest, prompt: Prompt, services: Services, rules: PartsRules) -> None:
         super().__init__(request, prompt, services)
         self._rules = rules
-        self._choices: dict[int, _ChoiceParts] = {}
+        self._choices: dict[int, ChoiceParts] = {}
 
     def whole_choice(self, index: int, choice: WholeChoice) -> Json:
         body = super().whole_choice(index, choice)
@@ -113,13 +113,13 @@ class PartsFormat(ChatFormat):
             return {}
         return {"completion_tokens_details": {"reasoning_tokens": sum(map(_reasoning_tokens, self._choices.values()))}}
 
-    def _parts(self, index: int) -> _ChoiceParts:
+    def _parts(self, index: int) -> ChoiceParts:
         if index not in self._choices:
-            self._choices[index] = _ChoiceParts(self._rules)
+            self._choices[index] = ChoiceParts(self._rules)
         return self._choices[index]
 
 
-class _ChoiceParts:
+class ChoiceParts:
     """One choice: its parts, and what is counted of them."""
 
     def __init__(self, rules: PartsRules) -> None:
@@ -135,6 +135,11 @@ class _ChoiceParts:
         return parts + self._parts.flush() if is_last else parts
 
     @property
+    def reasoning_end(self) -> int | None:
+        """How many characters of the text belong to the reasoning; None: all so far."""
+        return self._parts.reasoning_end
+
+    @property
     def reasoning_tokens(self) -> int:
         end = self._parts.reasoning_end
         return len(self._offsets) if end is None else bisect_left(self._offsets, end)
@@ -145,7 +150,7 @@ class _ChoiceParts:
         return "tool_calls" if called and reason == "stop" else reason
 
 
-def _reasoning_tokens(choice: _ChoiceParts) -> int:
+def _reasoning_tokens(choice: ChoiceParts) -> int:
     return choice.reasoning_tokens
 
 

@@ -31,11 +31,12 @@ def event(body: Any) -> bytes:
 
 
 class EventStream(Response):
-    """`events`: encoded ones, without the final [DONE]. `close` is called once the stream is over, however it ends."""
+    """`events`: encoded ones, without the final [DONE]. `close` is called once the stream is over, however it ends.
+    `done`: what comes behind the last event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None], done: bytes = DONE) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -44,6 +45,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -59,12 +61,12 @@ class EventStream(Response):
             async with aclosing(self._events) as events:
                 async for chunk in events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            last = DONE
+            last = self._done
         except (asyncio.CancelledError, OSError):
             raise
         except APIError as error:
-            last = event(error.body()) + DONE
+            last = event(error.body()) + self._done
         except Exception as error:
             log_exception(error)
-            last = event(InternalError().body()) + DONE
+            last = event(InternalError().body()) + self._done
         await send({"type": "http.response.body", "body": last, "more_body": False})

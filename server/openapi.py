@@ -10,11 +10,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.responses.schema import ResponseRequest
 from server.schemas import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponseRequest,
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
@@ -25,6 +27,7 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
     "ChatRequest": {"messages": _HELLO, "max_tokens": 8, "temperature": 0},
+    "ResponseRequest": {"input": "Hello", "max_output_tokens": 8, "temperature": 0},
     "TokenizeRequest": {"messages": _HELLO},
     "DetokenizeRequest": {"tokens": [5, 6, 7]},
     "AbortRequest": {"id": "cmpl-00000000000000000000000000000000"},

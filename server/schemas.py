@@ -72,7 +72,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class _Request(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(
         strict=True,
         extra="ignore",
@@ -83,7 +83,7 @@ class _Request(BaseModel):
     )
 
 
-class GenerationRequest(_Request):
+class GenerationRequest(RequestBody):
     """What completions and chat completions have in common."""
 
     model: str | None = None
@@ -207,7 +207,7 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = None
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(RequestBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Any, WithJsonSchema(_MESSAGES)] = None
@@ -221,12 +221,12 @@ class TokenizeRequest(_Request):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestBody):
     model: str | None = None
     tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = None
 
 
-class AbortRequest(_Request):
+class AbortRequest(RequestBody):
     id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """An answer's own id."""
 

@@ -16,6 +16,7 @@ from server.chat_template import ChatTemplate
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
+from server.responses.store import ResponseStore
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
@@ -43,8 +44,10 @@ class Services:
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
     running: RunningAnswers = field(default_factory=RunningAnswers)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     knows_all_answers: bool = True
-    """Whether every answer of the server is in `running`: with several API processes each knows its own."""
+    """Whether every answer of the server is in `running`, and every response in `responses`: with several API
+    processes each knows its own."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970: when the model became available."""
 

@@ -76,6 +76,27 @@ CHAT: dict[str, _Neutral] = {
     "web_search_options": _empty,
 }
 
+RESPONSE: dict[str, _Neutral] = {
+    **_COMMON,
+    "access_programs": _empty,
+    "background": _empty,
+    "background_options": _empty,
+    "context_management": _empty,
+    "conversation": _empty,
+    "function_call": _one_of("none", "auto"),
+    "functions": _empty,
+    "image": _empty,
+    "logprobs": _empty,
+    "max_completion_tokens": _empty,
+    "max_tokens": _empty,
+    "messages": _empty,
+    "moderation": _empty,
+    "n": _one_of(1),
+    "prompt": _empty,
+    "prompt_embeds": _empty,
+    "response_format": _empty,
+}
+
 
 BOOKKEEPING = frozenset({
     "include_reasoning", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",

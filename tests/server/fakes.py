@@ -32,6 +32,7 @@ from server.generation import GenerationStream, Inbox
 from server.grammars import Grammars
 from server.metrics import Metrics
 from server.prompt import PromptRows
+from server.responses import routes as responses
 from server.sampling import GenerationDefaults
 from server.services import Services
 from server.tokenizer import Tokenizer
@@ -212,7 +213,7 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
 def application(given: Services) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    for module in (completions, chat, render, models, tokenize, abort):
+    for module in (completions, chat, responses, render, models, tokenize, abort):
         app.include_router(module.router)
     app.state.services = given
     return app
@@ -230,6 +231,9 @@ class Api:
 
     def get(self, path: str) -> httpx.Response:
         return asyncio.run(self._send("GET", path))
+
+    def delete(self, path: str) -> httpx.Response:
+        return asyncio.run(self._send("DELETE", path))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=True)

@@ -100,3 +100,15 @@ def test_ping(slow: ServerProcess) -> None:
     """As /health; whoever asks has no key."""
     assert httpx.get(slow.base + "/ping").json() == {"status": "ok"}
     assert httpx.get(slow.base + "/load").status_code == 401
+
+
+def test_a_response(slow: ServerProcess) -> None:
+    body = {"input": "hello", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
+    with client_of(slow) as client, client.stream("POST", "/v1/responses", json=body) as response:
+        stream = (json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data"))
+        answer_id = next(stream)["response"]["id"]
+        assert client.post("/abort", json={"id": answer_id}).status_code == 200
+        *_, last = stream
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
+    with client_of(slow) as client:
+        assert client.get(f"/v1/responses/{answer_id}").status_code == 404

@@ -46,13 +46,13 @@ def embedding(rows: int) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat", "messages"])
+@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat", "messages", "input"])
 def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: bool) -> None:
     body: dict[str, Any] = completion(1000, stream=stream)
     path = "/v1/completions"
     if kind == "prompt_embeds":
         body |= {"prompt": None, "prompt_embeds": embedding(ROWS)}
-    elif kind != "messages":
+    elif kind not in ("messages", "input"):
         body["unknown"] = "x" * (50 << 20)
     if kind in ("chat", "messages"):
         message = {"role": "user", "content": "hi"}
@@ -60,6 +60,10 @@ def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: boo
             message["unknown"] = "x" * (50 << 20)
         path, body["messages"] = "/v1/chat/completions", [message]
         del body["prompt"]
+    if kind == "input":
+        path = "/v1/responses"
+        body = {"input": [{"role": "user", "content": "hi", "unknown": "x" * (50 << 20)}], "max_output_tokens": 1000}
+        body |= {"stream": stream, "ignore_eos": True}
     server.complete(1)
     before = anonymous_bytes(server.process.pid)
     queued, aborted = (len(server.messages(kind)) for kind in ("generate", "abort"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from server.app import create_app
 from server.config import ServerConfig
@@ -14,6 +15,7 @@ from server.engine_client import EngineClient
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.openapi import BODIES
+from server.responses.schema import ResponseRequest
 from server.schemas import ChatRequest, CompletionRequest, parse
 
 
@@ -26,6 +28,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return app.openapi()
     finally:
         asyncio.run(engine.close())
+
+
+WITHOUT_BODY = {"post /v1/responses/{response_id}/cancel"}
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -55,14 +60,17 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 def test_every_post_has_a_typed_body(document: dict[str, Any]) -> None:
     posts = {name: operation for name, operation in operations(document) if name.startswith("post ")}
-    assert len(posts) >= 9
+    assert len(posts) >= 10
+    assert {name for name in posts if "requestBody" not in posts[name]} == WITHOUT_BODY
     for name, operation in posts.items():
+        if name in WITHOUT_BODY:
+            continue
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["type"] == "object", name
 
 
-@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest])
-def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], schema: type[CompletionRequest]) -> None:
+@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest, ResponseRequest])
+def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], schema: type[BaseModel]) -> None:
     described = document["components"]["schemas"][schema.__name__]["properties"]
     assert set(described) == set(schema.model_fields)
     assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in described["temperature"]["anyOf"]
@@ -73,10 +81,10 @@ def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], sc
 def test_the_examples_are_valid_and_name_no_other_model(document: dict[str, Any]) -> None:
     schemas = {schema.__name__: schema for schema in BODIES}
     for name, operation in operations(document):
-        if name.startswith("post "):
+        if name.startswith("post ") and name not in WITHOUT_BODY:
             body = operation["requestBody"]["content"]["application/json"]
             parse(schemas[body["schema"]["$ref"].rpartition("/")[2]], body["example"])
-    for schema in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
+    for schema in ("CompletionRequest", "ChatRequest", "ResponseRequest", "TokenizeRequest", "DetokenizeRequest"):
         (model, null) = document["components"]["schemas"][schema]["properties"]["model"]["anyOf"]
         assert (model, null) == ({"type": "string", "enum": ["a", "b/c"]}, {"type": "null"})
 
@@ -91,6 +99,6 @@ def test_errors_are_openais_and_nothing_else(document: dict[str, Any]) -> None:
 
 
 def test_streams_are_announced(document: dict[str, Any]) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}

@@ -1,0 +1,128 @@
+"""From an accepted chat answer to a response, whole or streamed. Called by `routes`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from server.chat import OpenChat
+from server.chat_format import ChoiceParts
+from server.chat_parts import PartsRules
+from server.choices import Delta, TokenRecord
+from server.errors import APIError, InternalError, log_exception
+from server.event_stream import EventStream
+from server.logprobs import LogprobFormat
+from server.responses.head import ResponseHead
+from server.responses.writer import OutputWriter
+from server.services import Services
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+
+_INLINE_LOGPROBS = 512
+"""Tokens with log-probabilities that are encoded in place: a few milliseconds."""
+
+Keep = Callable[[Json, bytes], None]
+"""Called with a response that has ended well, and the same as JSON."""
+
+
+class ResponseAnswer:
+    """An answer on its way to becoming a response."""
+
+    def __init__(self, chat: OpenChat, head: ResponseHead, services: Services, keep: Keep) -> None:
+        self.head = head
+        self.answer = chat.answer
+        self._keep = keep
+        self._parts = ChoiceParts(chat.rules or PartsRules())
+        self._writer = OutputWriter()
+        self._logprobs = LogprobFormat(services.tokenizer.vocabulary) if chat.request.logprobs else None
+        self._waiting: deque[TokenRecord] = deque()
+        """Tokens of which it is not known yet whether they belong to the reasoning."""
+        self._num_logprobs = 0
+        self._status: Literal["completed", "incomplete"] = "completed"
+
+    def feed(self, delta: Delta) -> Iterator[Json]:
+        """The events that a delta becomes."""
+        is_last = delta.finish_reason is not None
+        parts = self._parts.add(delta.text, delta.tokens, is_last=is_last)
+        yield from self._writer.write(parts, self._entries(delta.tokens))
+        if is_last:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            yield from self._writer.finish(self._status)
+
+    async def end(self) -> tuple[Json, bytes]:
+        """The whole response, and the same as JSON; it is kept now."""
+        usage = self.answer.usage
+        body = self.head.ended(self._status, self._writer.items, usage, self._parts.reasoning_tokens)
+        data = _encode(body) if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(_encode, body)
+        self._keep(body, data)
+        return body, data
+
+    def failed(self, error: APIError) -> Json:
+        return self.head.failed(error, self._writer.unfinished())
+
+    def _entries(self, tokens: Sequence[TokenRecord]) -> list[Json]:
+        """The log-probabilities of those tokens that are the message's."""
+        if self._logprobs is None:
+            return []
+        self._waiting += tokens
+        end = self._parts.reasoning_end
+        if end is None:
+            return []
+        records = [record for record in self._waiting if record.offset >= end]
+        self._waiting.clear()
+        self._num_logprobs += len(records)
+        entries: list[Json] = self._logprobs.chat(records)["content"]
+        return entries
+
+
+async def whole(answer: ResponseAnswer) -> Response:
+    """Raises APIError."""
+    try:
+        async with aclosing(answer.answer.deltas()) as deltas:
+            async for delta in deltas:
+                deque(answer.feed(delta), maxlen=0)
+        _, data = await answer.end()
+    finally:
+        answer.answer.close()
+    return Response(data, media_type="application/json")
+
+
+def streamed(answer: ResponseAnswer) -> Response:
+    """Named events, and no [DONE]: the last event says how it ended."""
+    return EventStream(_events(answer), answer.answer.close, done=b"")
+
+
+async def _events(answer: ResponseAnswer) -> AsyncGenerator[bytes]:
+    number = 0
+
+    def encode(event: Json) -> bytes:
+        nonlocal number
+        event["sequence_number"] = number
+        number += 1
+        kind: str = event["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+    running = answer.head.running()
+    yield encode({"type": "response.created", "response": running})
+    yield encode({"type": "response.in_progress", "response": running})
+    try:
+        async with aclosing(answer.answer.deltas()) as deltas:
+            async for delta in deltas:
+                events = b"".join(map(encode, answer.feed(delta)))
+                if events:
+                    yield events
+        body, data = await answer.end()
+        last: Json = {"type": f"response.{body['status']}", "response": msgspec.Raw(data)}
+    except APIError as error:
+        last = {"type": "response.failed", "response": answer.failed(error)}
+    except Exception as error:
+        log_exception(error)
+        last = {"type": "response.failed", "response": answer.failed(InternalError())}
+    yield encode(last)

@@ -1,0 +1,155 @@
+"""POST /v1/responses, and what can be asked of a response later: GET, DELETE, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.body import read_json
+from server.chat import open_chat, parse_chat
+from server.errors import APIError, InvalidRequest, UnsupportedParameter
+from server.openapi import json_body
+from server.request_context import current_request, release_body
+from server.respond import run_handler
+from server.responses.create import ResponseAnswer, streamed, whole
+from server.responses.head import ResponseHead
+from server.responses.items import Turn, parse_input, turns_of_output
+from server.responses.schema import ResponseRequest
+from server.responses.store import MAX_RESPONSE_BYTES, Owner, ResponseStore, StoredResponse
+from server.responses.translate import chat_body, errors_in_our_words, parse_request
+from server.responses.writer import new_id
+from server.schemas import ChatRequest
+from server.services import Services, services_of
+from server.structured_outputs import Constraint, constraint_of
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=json_body(ResponseRequest, streams=True))
+async def create_response(request: Request) -> Response:
+    # The body has no name here, so that `_create` can let go of it.
+    return await run_handler(request, _create(await read_json(request), services_of(request)))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, request: Request) -> Response:
+    """A response that has ended, as long as it is kept."""
+    for name in ("stream", "starting_after"):
+        if request.query_params.get(name) not in (None, "", "false"):
+            raise UnsupportedParameter(f"{name} is not supported: only whole responses can be retrieved.", param=name)
+    return Response(_stored(response_id, services_of(request)).body, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forget a response. Conversations that it was in cannot be continued any more."""
+    services = services_of(request)
+    _stored(response_id, services)
+    services.responses.delete(_owner(), response_id)
+    body = {"id": response_id, "object": "response", "deleted": True}
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """Always refused: only responses in the background can be cancelled, and there are none."""
+    _stored(response_id, services_of(request))
+    raise InvalidRequest("Only a response that was created with background: true can be cancelled.", code="not_running")
+
+
+async def _create(body: Mapping[str, Any], services: Services) -> Response:
+    request = parse_request(body, services)
+    del body
+    services.model_name(request.model)
+    turns = parse_input(request.input)
+    # Input may be large, and an answer takes its time: it is held only as far as it is kept.
+    request = request.model_copy(update={"input": None})
+    keeper = _Keeper.of(request, turns, services)
+    chat_request, constraint = _as_chat(request, _before(request.previous_response_id, services) + turns, services)
+    del turns
+    response_id = new_id("resp")
+    opening = open_chat(chat_request, constraint, services, response_id)
+    del chat_request, constraint
+    with errors_in_our_words():
+        chat = await opening
+    head = ResponseHead.new(response_id, request, services, stored=keeper.keeps)
+    answer = ResponseAnswer(chat, head, services, keeper.keep)
+    release_body()
+    return streamed(answer) if request.stream else await whole(answer)
+
+
+def _as_chat(
+    request: ResponseRequest, turns: Sequence[Turn], services: Services
+) -> tuple[ChatRequest, Constraint | None]:
+    with errors_in_our_words():
+        body = chat_body(request, turns)
+        return parse_chat(body, services), constraint_of(body)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+class _Keeper:
+    """Keeps a response once it has ended. `turns`: what its request adds to the conversation, as JSON."""
+
+    def __init__(self, store: ResponseStore, turns: bytes, previous: str | None, *, keeps: bool) -> None:
+        self.keeps = keeps
+        self._store = store
+        self._turns = turns
+        self._previous = previous
+
+    @classmethod
+    def of(cls, request: ResponseRequest, turns: Sequence[Turn], services: Services) -> _Keeper:
+        keeps, data = request.store is not False and services.knows_all_answers, b""
+        if keeps:
+            data = msgspec.json.encode(turns)
+            keeps = len(data) < MAX_RESPONSE_BYTES
+        return cls(services.responses, data if keeps else b"", request.previous_response_id, keeps=keeps)
+
+    def keep(self, body: Mapping[str, Any], data: bytes) -> None:
+        if self.keeps:
+            output = msgspec.json.encode(turns_of_output(body["output"]))
+            response = StoredResponse(data, self._turns, output, self._previous)
+            self._store.add(_owner(), body["id"], response)
+
+
+def _owner() -> Owner:
+    context = current_request.get()
+    return None if context is None else context.api_key
+
+
+def _before(response_id: str | None, services: Services) -> list[Turn]:
+    """The conversation up to and with this response. Raises InvalidRequest."""
+    if response_id is None:
+        return []
+    _check_knows_all(services, "previous_response_id")
+    responses = services.responses.conversation(_owner(), response_id)
+    if responses is None:
+        raise InvalidRequest(
+            "previous_response_id: this response, or one before it in its conversation, is not kept here.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    lists = [msgspec.json.decode(data) for each in responses for data in (each.input_turns, each.output_turns)]
+    return [turn for turns in lists for turn in turns]
+
+
+def _stored(response_id: str, services: Services) -> StoredResponse:
+    """Raises APIError."""
+    _check_knows_all(services, "response_id")
+    response = services.responses.get(_owner(), response_id)
+    if response is None:
+        raise APIError(404, "No response of yours with this id is kept here.", param="response_id", code="not_found")
+    return response
+
+
+def _check_knows_all(services: Services, param: str) -> None:
+    if not services.knows_all_answers:
+        # Which process a connection comes to is chance: better no response than one that is there now and then.
+        raise UnsupportedParameter(
+            f"{param} is not supported with --api-workers greater than 1: responses are not kept.", param=param
+        )
