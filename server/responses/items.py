@@ -18,6 +18,9 @@ Turn = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts, and the member in which each has its text."""
+MAX_PARTS = 65536
+"""Content parts of a whole input: each takes a microsecond of the event loop."""
+_LISTS = ("content", "output", "summary")
 _MAX_ID_CHARS = 256
 _MAX_NAME_CHARS = 64
 
@@ -36,8 +39,16 @@ def parse_input(value: Any) -> list[Turn]:
         raise _invalid("input", "must have at least one item")
     if len(value) > MAX_MESSAGES:
         raise _invalid("input", f"must have at most {MAX_MESSAGES} items")
+    if sum(map(_num_parts, value)) > MAX_PARTS:
+        raise _invalid("input", f"must have at most {MAX_PARTS} content parts")
     turns = [_parse_item(item, f"input[{index}]") for index, item in enumerate(value)]
     return [turn for turn in turns if turn is not None]
+
+
+def _num_parts(item: Any) -> int:
+    if not isinstance(item, dict):
+        return 0
+    return sum(len(item[name]) for name in _LISTS if isinstance(item.get(name), list))
 
 
 def turns_of_output(items: Iterable[Mapping[str, Any]]) -> list[Turn]:

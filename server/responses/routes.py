@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from server.responses.create import ResponseAnswer, streamed, whole
 from server.responses.head import ResponseHead
 from server.responses.items import Turn, parse_input, turns_of_output
 from server.responses.schema import ResponseRequest
-from server.responses.store import MAX_RESPONSE_BYTES, Owner, ResponseStore, StoredResponse
+from server.responses.store import MAX_CONVERSATION_BYTES, MAX_RESPONSE_BYTES, Owner, ResponseStore, StoredResponse
 from server.responses.translate import chat_body, errors_in_our_words, parse_request
 from server.responses.writer import new_id
 from server.schemas import ChatRequest
@@ -27,6 +28,9 @@ from server.services import Services, services_of
 from server.structured_outputs import Constraint, constraint_of
 
 router = APIRouter()
+
+_INLINE_BYTES = 256 * 1024
+"""A conversation up to this size is read in less time than a thread takes to wake up."""
 
 
 @router.post("/v1/responses", openapi_extra=json_body(ResponseRequest, streams=True))
@@ -69,7 +73,8 @@ async def _create(body: Mapping[str, Any], services: Services) -> Response:
     # Input may be large, and an answer takes its time: it is held only as far as it is kept.
     request = request.model_copy(update={"input": None})
     keeper = _Keeper.of(request, turns, services)
-    chat_request, constraint = _as_chat(request, _before(request.previous_response_id, services) + turns, services)
+    turns = await _before(request.previous_response_id, services) + turns
+    chat_request, constraint = _as_chat(request, turns, services)
     del turns
     response_id = new_id("resp")
     opening = open_chat(chat_request, constraint, services, response_id)
@@ -122,7 +127,7 @@ def _owner() -> Owner:
     return None if context is None else context.api_key
 
 
-def _before(response_id: str | None, services: Services) -> list[Turn]:
+async def _before(response_id: str | None, services: Services) -> list[Turn]:
     """The conversation up to and with this response. Raises InvalidRequest."""
     if response_id is None:
         return []
@@ -134,8 +139,18 @@ def _before(response_id: str | None, services: Services) -> list[Turn]:
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    lists = [msgspec.json.decode(data) for each in responses for data in (each.input_turns, each.output_turns)]
-    return [turn for turns in lists for turn in turns]
+    kept = [data for each in responses for data in (each.input_turns, each.output_turns)]
+    size = sum(map(len, kept))
+    if size > MAX_CONVERSATION_BYTES:
+        raise InvalidRequest(
+            f"previous_response_id: the conversation before is larger than {MAX_CONVERSATION_BYTES} bytes.",
+            param="previous_response_id",
+        )
+    return _decoded(kept) if size <= _INLINE_BYTES else await asyncio.to_thread(_decoded, kept)
+
+
+def _decoded(kept: Sequence[bytes]) -> list[Turn]:
+    return [turn for data in kept for turn in msgspec.json.decode(data)]
 
 
 def _stored(response_id: str, services: Services) -> StoredResponse:

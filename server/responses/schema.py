@@ -43,6 +43,8 @@ class ReasoningOptions(_Member):
     """A hint, as chat's `reasoning_effort` is."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Annotated[str, StringConstraints(max_length=64)] | None = None
 
 
 class TextOptions(_Member):

@@ -15,6 +15,8 @@ MAX_RESPONSES = 16384
 MAX_BYTES = 256 << 20
 MAX_RESPONSE_BYTES = 8 << 20
 """Of one: a larger one is not kept."""
+MAX_CONVERSATION_BYTES = 16 << 20
+"""Of all turns of one: more are not read again for one request."""
 SECONDS = 24 * 3600.0
 """Since a response was last used."""
 

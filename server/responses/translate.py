@@ -16,6 +16,10 @@ from server.services import Services
 from server.tools.definitions import parse_tools
 from server.unsupported import RESPONSE, refuse_unknown, refuse_unsupported
 
+_REASONING = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
+"""Members of `reasoning`, and the one value of each that asks for nothing: reasoning is told as it is, without a
+summary, and the chat template decides what of it the model sees again."""
+
 
 def parse_request(body: Mapping[str, Any], services: Services) -> ResponseRequest:
     """Raises InvalidRequest, and UnsupportedParameter for what is not done here."""
@@ -36,10 +40,9 @@ def _check(request: ResponseRequest) -> None:
         raise _unsupported("truncation", "must be disabled: an input that is too long is refused")
     if "reasoning.encrypted_content" in (request.include or ()):
         raise _unsupported("include", "reasoning.encrypted_content is not supported: reasoning is told in the clear")
-    reasoning = request.reasoning
-    for name in ("summary", "generate_summary"):
-        if reasoning is not None and getattr(reasoning, name) not in (None, "auto"):
-            raise _unsupported(f"reasoning.{name}", "must be auto: reasoning is told as it is, without a summary")
+    for name, neutral in _REASONING.items():
+        if request.reasoning is not None and getattr(request.reasoning, name) not in (None, neutral):
+            raise _unsupported(f"reasoning.{name}", f"must be {neutral}")
 
 
 def chat_body(request: ResponseRequest, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -66,6 +69,8 @@ def chat_body(request: ResponseRequest, turns: Sequence[Turn]) -> dict[str, Any]
 def _response_format(value: Any) -> Any:
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         return value
+    if not isinstance(value.get("description"), str | None):  # Chat does not look at it, a response tells it.
+        raise InvalidRequest("text.format.description must be a string.", param="text.format.description")
     return {"type": "json_schema", "json_schema": {key: value.get(key) for key in ("name", "schema", "strict")}}
 
 

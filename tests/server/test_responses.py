@@ -15,6 +15,7 @@ from server.conversation import MAX_MESSAGES
 from server.errors import QueueFull
 from server.grammars import Grammars
 from server.reasoning.styles import REASONING_STYLES
+from server.responses.items import MAX_PARTS
 from tests.models import EOS_ID, VOCAB_SIZE
 from tests.server.fakes import Api, FakeEngine, Line, ids_of, tokenizer
 from tests.server.response_events import ROUTE, check_response, events_of, given_services, put_together, respond
@@ -295,6 +296,25 @@ def test_what_is_not_kept() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
+def test_a_conversation_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Api(given_services(FakeEngine(say("x"))))
+    first = client.post(ROUTE, {"input": "x" * 50}).json()["id"]
+    again = {"input": "y", "previous_response_id": first}
+    monkeypatch.setattr("server.responses.routes._INLINE_BYTES", 0)
+    assert client.post(ROUTE, again).status_code == 200
+    monkeypatch.setattr("server.responses.routes.MAX_CONVERSATION_BYTES", 50)
+    refused = client.post(ROUTE, again)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+def test_a_response_that_is_too_large_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.responses.routes.MAX_RESPONSE_BYTES", 100)
+    client = Api(given_services(FakeEngine(say("x"))))
+    small, large = (client.post(ROUTE, {"input": "x" * size}).json() for size in (10, 100))
+    assert (small["store"], large["store"]) == (True, False)
+    assert client.get(f"{ROUTE}/{large['id']}").status_code == 404
+
+
 def test_a_response_that_has_ended_cannot_be_cancelled() -> None:
     client = Api(given_services(FakeEngine(say("x"))))
     response = client.post(ROUTE, {"input": "x"}).json()
@@ -425,6 +445,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "king"}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "strict": 1}}}, "text.format.strict"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "description": DEEP}}}, "text.format.description"),
+    ({"input": [{"role": "user", "content": [{}] * 2}] * (MAX_PARTS // 2 + 1)}, "input"),
     ({"tools": {}}, "tools"),
     ({"tools": [FUNCTION] * 129}, "tools"),
     ({"tools": [FUNCTION] * 2}, "tools"),
@@ -469,6 +491,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"include": ["reasoning.encrypted_content"]}, "include"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ({"moderation": {"model": "m"}}, "moderation"),
