@@ -154,6 +154,7 @@ def test_a_route_may_let_go_of_its_body_earlier() -> None:
     [
         ("/v1/completions", {"prompt": "hi"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
     ],
 )
 def test_generating_routes_do_once_the_engine_has_the_prompt(path: str, prompt: dict[str, object]) -> None:

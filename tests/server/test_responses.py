@@ -446,7 +446,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "strict": 1}}}, "text.format.strict"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "description": DEEP}}}, "text.format.description"),
-    ({"input": [{"role": "user", "content": [{}] * 2}] * (MAX_PARTS // 2 + 1)}, "input"),
+    ({"input": [{"role": "user", "content": [{}] * 8}] * (MAX_PARTS // 8 + 1)}, "input"),
     ({"tools": {}}, "tools"),
     ({"tools": [FUNCTION] * 129}, "tools"),
     ({"tools": [FUNCTION] * 2}, "tools"),
