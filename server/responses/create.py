@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from server.chat import OpenChat
 from server.chat_format import ChoiceParts
-from server.chat_parts import PartsRules
+from server.chat_parts import Content, Part
 from server.choices import Delta, TokenRecord
 from server.errors import APIError, InternalError, log_exception
 from server.event_stream import EventStream
@@ -39,7 +39,8 @@ class ResponseAnswer:
         self.head = head
         self.answer = chat.answer
         self._keep = keep
-        self._parts = ChoiceParts(chat.rules or PartsRules())
+        self._parts = None if chat.rules is None else ChoiceParts(chat.rules)
+        """None: the answer is content."""
         self._writer = OutputWriter()
         self._logprobs = LogprobFormat(services.tokenizer.vocabulary) if chat.request.logprobs else None
         self._waiting: deque[TokenRecord] = deque()
@@ -50,8 +51,11 @@ class ResponseAnswer:
     def feed(self, delta: Delta) -> Iterator[Json]:
         """The events that a delta becomes."""
         is_last = delta.finish_reason is not None
-        parts = self._parts.add(delta.text, delta.tokens, is_last=is_last)
-        yield from self._writer.write(parts, self._entries(delta.tokens))
+        if self._parts is not None:
+            parts: list[Part] = self._parts.add(delta.text, delta.tokens, is_last=is_last)
+        else:
+            parts = [Content(delta.text)] if delta.text else []
+        yield from self._writer.write(parts, () if self._logprobs is None else self._entries(delta.tokens))
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             yield from self._writer.finish(self._status)
@@ -59,7 +63,8 @@ class ResponseAnswer:
     async def end(self) -> tuple[Json, bytes]:
         """The whole response, and the same as JSON; it is kept now."""
         usage = self.answer.usage
-        body = self.head.ended(self._status, self._writer.items, usage, self._parts.reasoning_tokens)
+        reasoning_tokens = 0 if self._parts is None else self._parts.reasoning_tokens
+        body = self.head.ended(self._status, self._writer.items, usage, reasoning_tokens)
         data = _encode(body) if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(_encode, body)
         self._keep(body, data)
         return body, data
@@ -72,7 +77,7 @@ class ResponseAnswer:
         if self._logprobs is None:
             return []
         self._waiting += tokens
-        end = self._parts.reasoning_end
+        end = 0 if self._parts is None else self._parts.reasoning_end
         if end is None:
             return []
         records = [record for record in self._waiting if record.offset >= end]

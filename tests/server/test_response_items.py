@@ -44,7 +44,7 @@ def test_messages_of(turns: list[dict[str, Any]], messages: list[dict[str, Any]]
 
 
 def test_whatever_a_model_has_said_has_turns() -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}], "summary": []},
         {"type": "message", "content": []},
         {"type": "function_call", "call_id": "c", "name": "n" * 1000, "arguments": "{"},
