@@ -1,6 +1,6 @@
 """instructor against the servers of `tests.compat`: its modes of structured output, whole and streamed.
 
-    python -m tests.compat.instructor_models SETTING_JSON
+python -m tests.compat.instructor_models SETTING_JSON
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """langchain-openai (`ChatOpenAI`, `OpenAI`) against the servers of `tests.compat`.
 
-    python -m tests.compat.langchain_chat SETTING_JSON
+python -m tests.compat.langchain_chat SETTING_JSON
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """litellm, with its provider for OpenAI-compatible servers, against the servers of `tests.compat`.
 
-    python -m tests.compat.litellm_calls SETTING_JSON
+python -m tests.compat.litellm_calls SETTING_JSON
 """
 
 from __future__ import annotations

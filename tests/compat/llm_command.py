@@ -1,6 +1,6 @@
 """The command line `llm` against the servers of `tests.compat`, configured as its manual says.
 
-    python -m tests.compat.llm_command SETTING_JSON
+python -m tests.compat.llm_command SETTING_JSON
 """
 
 from __future__ import annotations

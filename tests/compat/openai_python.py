@@ -1,6 +1,6 @@
 """The `openai` package, of either major version, against the servers of `tests.compat`.
 
-    python -m tests.compat.openai_python SETTING_JSON
+python -m tests.compat.openai_python SETTING_JSON
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from tests.compat.setting import (
+    CITIES,
     CITY_SCHEMA,
     QUESTION,
     WEATHER,
@@ -82,9 +83,7 @@ def chat_streamed_by_helper(setting: Setting) -> None:
 def async_client(setting: Setting) -> None:
     async def ask() -> str:
         async with AsyncOpenAI(base_url=setting.base, api_key="none", max_retries=0) as api:
-            stream = await api.chat.completions.create(
-                model=setting.model, messages=USER, temperature=0, stream=True
-            )
+            stream = await api.chat.completions.create(model=setting.model, messages=USER, temperature=0, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     assert asyncio.run(ask()) == setting.answer
@@ -121,17 +120,18 @@ def tools_streamed(setting: Setting) -> None:
 
 
 def tool_demanded(setting: Setting) -> None:
-    """A grammar makes the default model call."""
-    named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    choices: Any = ("required", named)
+    """A grammar makes the default model call, and call once."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    demands: Any = ({"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": named})
     with client(setting.base) as api:
-        for choice in choices:
+        for demand in demands:
             answer = api.chat.completions.create(
-                model=setting.model, messages=USER, tools=[TOOL], tool_choice=choice, temperature=0, max_tokens=64
+                model=setting.model, messages=USER, tools=[TOOL], temperature=0, max_tokens=96, **demand
             )
             calls: Any = answer.choices[0].message.tool_calls
-            arguments = json.loads(calls[0].function.arguments)
-            assert arguments["city"] in CITY_SCHEMA["properties"]["city"]["enum"]
+            (call,) = calls
+            assert json.loads(call.function.arguments)["city"] in CITIES
+            assert answer.choices[0].finish_reason == ("stop" if demand["tool_choice"] == named else "tool_calls")
 
 
 def structured_output(setting: Setting) -> None:

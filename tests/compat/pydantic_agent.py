@@ -1,6 +1,6 @@
 """pydantic-ai's agents against the servers of `tests.compat`.
 
-    python -m tests.compat.pydantic_agent SETTING_JSON
+python -m tests.compat.pydantic_agent SETTING_JSON
 """
 
 from __future__ import annotations

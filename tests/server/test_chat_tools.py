@@ -166,11 +166,6 @@ def test_one_call_at_most() -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_a_named_function_is_called_once() -> None:
-    (choice,) = chat(say(f"{CALL}\n{CALL}"), {"tool_choice": tool("f"), "parallel_tool_calls": True})["choices"]
-    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
-
-
 @pytest.mark.parametrize("text", ["  It is <tool_call> they mean.\n", "<tool_call>{}</tool_call>", " \n", ""])
 def test_no_call(text: str) -> None:
     (choice,) = chat(say(text), {})["choices"]

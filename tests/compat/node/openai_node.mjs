@@ -68,8 +68,10 @@ async function toolsRunByHelper({ scripted, scripted_model: model }) {
 
 async function toolDemanded({ base, model }) {
   for (const tool_choice of ["required", { type: "function", function: { name: "get_weather" } }]) {
-    const body = { model, messages: USER, tools: [TOOL], tool_choice, temperature: 0, max_tokens: 64 };
+    const demand = { tools: [TOOL], tool_choice, parallel_tool_calls: false };
+    const body = { model, messages: USER, temperature: 0, max_tokens: 96, ...demand };
     const { choices } = await client(base).chat.completions.create(body);
+    assert.equal(choices[0].message.tool_calls.length, 1);
     assert.ok(CITIES.includes(JSON.parse(choices[0].message.tool_calls[0].function.arguments).city));
   }
 }
