@@ -55,8 +55,8 @@ WEATHER_TOOL: dict[str, Any] = {
 }
 WEATHER = "rain, 9 degrees"
 WEATHER_ANSWER = f"The tool says: {WEATHER}"
-"""Of the scripted server, once the tool has told it `WEATHER`. It asks for Paris; for Paris and London where the question
-has "both" in it."""
+"""Of the scripted server, once the tool has told it `WEATHER`. It asks for Paris, or for Paris and London where the
+question has "both" in it."""
 
 
 def check_city(value: Any) -> None:
