@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.compat.aiperf_profile import profile
 from tests.compat.servers import default_server, tiny_server, two_servers
 
 CLIENT_SECONDS = 1800
@@ -38,7 +39,7 @@ SCHEMATHESIS_CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,negative_data_rejection"
 )
-CLIENTS = (*SCRIPTS, *NODE_SCRIPTS, "lm-eval", "schemathesis")
+CLIENTS = (*SCRIPTS, *NODE_SCRIPTS, "lm-eval", "schemathesis", "aiperf")
 
 
 def main(environments: Path, names: Sequence[str]) -> int:
@@ -54,6 +55,8 @@ def main(environments: Path, names: Sequence[str]) -> int:
                 passed = lm_eval(environments / name)
             elif name == "schemathesis":
                 passed = schemathesis(environments / name)
+            elif name == "aiperf":
+                passed = aiperf(environments / name)
             else:
                 setting = setting or servers.enter_context(two_servers())
                 passed = script(environments, name, setting)
@@ -83,6 +86,15 @@ def schemathesis(environment: Path) -> bool:
         command = [str(environment / "bin" / "schemathesis"), "run", f"{base}/openapi.json"]
         limits = ("--max-examples", "50", "--request-timeout", "120")
         return passes([*command, "--checks", SCHEMATHESIS_CHECKS, *limits])
+
+
+def aiperf(environment: Path) -> bool:
+    with default_server() as base:
+        try:
+            return profile(environment / "bin" / "aiperf", base)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"{type(error).__name__}: {error}")
+            return False
 
 
 def python(environment: Path) -> str:
