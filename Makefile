@@ -65,14 +65,23 @@ matrix: $(STAMP) ## run the whole parity matrix (long)
 fuzz: $(STAMP) ## run the fuzz tests at full length (long)
 	$(PY) -m pytest --long -m fuzz $(ARGS)
 
-# Clients of other people, pinned: what docs/compatibility.md says was seen with these.
-$(VENV_COMPAT)/.installed: Makefile
-	test -x $(VENV_COMPAT)/bin/python || $(PYTHON) -m venv $(VENV_COMPAT)
-	$(VENV_COMPAT)/bin/python $(pip) "lm_eval[api]==0.4.13" "schemathesis==4.32.5"
+# Clients of other people, an environment each: what docs/compatibility.md says was seen with these versions.
+COMPAT_ENVIRONMENTS := $(patsubst tests/compat/requirements/%.txt,$(VENV_COMPAT)/%/.installed,$(wildcard tests/compat/requirements/*.txt))
+
+$(VENV_COMPAT)/%/.installed: tests/compat/requirements/%.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(pip) --requirement $<
 	touch $@
 
-compat: $(STAMP) $(VENV_COMPAT)/.installed ## run clients of other people against a server, from .venv-compat (long)
-	$(PY) -m tests.compat $(VENV_COMPAT)/bin/python
+$(VENV_COMPAT)/node/.installed: tests/compat/node/package.json tests/compat/node/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --no-audit --no-fund --prefix $(@D)
+	touch $@
+
+compat: $(STAMP) $(COMPAT_ENVIRONMENTS) $(VENV_COMPAT)/node/.installed ## run clients of other people against a server, from .venv-compat (long; ARGS="llm litellm")
+	$(PY) -m tests.compat $(VENV_COMPAT) $(ARGS)
 
 gpu-test: $(STAMP) ## run what a CUDA device can test (VENV= PYTHON=python3 uses the machine's own torch)
 	$(PY) -m pytest tests/gpu tests/runner/kernels $(ARGS)

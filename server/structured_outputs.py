@@ -110,12 +110,14 @@ def _guided(body: Mapping[str, Any]) -> list[Constraint]:
     found = []
     for key, parse in _PARSERS.items():
         value = body.get(f"guided_{key}")
-        if value is not None and value is not False and value not in ("", [], {}):
+        # By type: the empty value of another one is a mistake.
+        if value is not None and not any(type(value) is type(empty) and value == empty for empty in _UNSET[key]):
             found.append(parse(value, f"guided_{key}"))
     if not isinstance(body.get("guided_decoding_backend"), str | None):
         raise InvalidRequest("guided_decoding_backend must be a string.", param="guided_decoding_backend")
     param = "guided_whitespace_pattern"
-    pattern = _whitespace(body.get(param) or None, param)
+    value = body.get(param)
+    pattern = _whitespace(None if value == "" else value, param)
     if pattern is None:
         return found
     if not found:
@@ -160,6 +162,14 @@ _PARSERS: dict[str, Callable[[Any, str], Constraint]] = {
     "grammar": _grammar,
     "json_object": _json_object,
 }
+_UNSET: dict[str, tuple[Any, ...]] = {
+    "json": ("", {}, False),
+    "regex": ("",),
+    "choice": ([],),
+    "grammar": ("",),
+    "json_object": (False,),
+}
+"""Values of the `guided_` names that ask for nothing."""
 _OPTIONS = frozenset(
     {
         "_backend",

@@ -41,6 +41,7 @@ class ToolRequest:
     choice: Literal["none", "auto", "required", "named"] = "none"
     named: str | None = None
     parallel: bool = True
+    """Whether there may be more than one call."""
 
     @property
     def is_active(self) -> bool:
@@ -73,7 +74,8 @@ def parse_tools(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolRequ
     """Raises InvalidRequest, and UnsupportedParameter for tools that are no functions."""
     parsed = _parse_list(tools)
     choice, named = _parse_choice(tool_choice, parsed)
-    return ToolRequest(parsed, choice, named, parallel is not False)
+    # Clients that name a function want the one call; a weak model would go on making it until it is cut off.
+    return ToolRequest(parsed, choice, named, parallel is not False and choice != "named")
 
 
 def _parse_list(value: Any) -> tuple[Tool, ...]:

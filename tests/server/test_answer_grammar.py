@@ -105,11 +105,13 @@ def test_one_call_is_demanded(grammars: Grammars) -> None:
     assert served.allows(CALL, f"{OTHER}\n{CALL}") == [True, False]
 
 
-def test_a_function_is_demanded(grammars: Grammars) -> None:
-    """OpenAI's finish reason is "stop" then: the call is no news."""
-    served = Served(grammars, CALL)
-    choice = served.ask(tools=TOOLS, tool_choice=NAMED)
-    assert served.allows(CALL, OTHER, WRONG, "Paris.") == [True, False, False, False]
+@pytest.mark.parametrize("parallel", [None, True])
+def test_a_function_is_demanded(grammars: Grammars, parallel: bool | None) -> None:
+    """Once, also where calls may be parallel. OpenAI's finish reason is "stop" then: the call is no news."""
+    served = Served(grammars, f"{CALL}\n{CALL}")
+    choice = served.ask(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=parallel)
+    assert served.allows(CALL, OTHER, WRONG, "Paris.", f"{CALL}\n{CALL}") == [True] + [False] * 4
+    assert len(choice["message"]["tool_calls"]) == 1
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 

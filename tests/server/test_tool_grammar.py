@@ -104,6 +104,7 @@ def test_one_function(style: str) -> None:
     request, made = parse_tools(TOOLS, NAMED, None), grammar(style)
     assert accepts(made, request, call(style, "get_weather", "{}"))
     assert not accepts(made, request, call(style, "f", '{"a": 5}'))
+    assert not accepts(made, request, "\n".join([call(style, "get_weather", "{}")] * 2)), "it is called once"
 
 
 @pytest.mark.parametrize(

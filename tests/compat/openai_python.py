@@ -1,0 +1,201 @@
+"""The `openai` package, of either major version, against the servers of `tests.compat`.
+
+python -m tests.compat.openai_python SETTING_JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+
+from tests.compat.setting import (
+    CITIES,
+    CITY_SCHEMA,
+    QUESTION,
+    WEATHER,
+    WEATHER_ANSWER,
+    WEATHER_TOOL,
+    Setting,
+    check_city,
+    run,
+)
+
+USER: Any = [{"role": "user", "content": QUESTION}]
+TOOL: Any = WEATHER_TOOL
+
+
+class Capital(BaseModel):
+    city: str
+    is_capital: bool
+
+
+def client(base: str) -> OpenAI:
+    return OpenAI(base_url=base, api_key="none", max_retries=0)
+
+
+def chat(setting: Setting) -> None:
+    with client(setting.base) as api:
+        assert [model.id for model in api.models.list()] == [setting.model]
+        answer = api.chat.completions.create(
+            model=setting.model, messages=USER, temperature=0, logprobs=True, top_logprobs=2
+        )
+    (choice,) = answer.choices
+    assert choice.message.content == setting.answer
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(setting.answer)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(setting.prompt_ids)
+
+
+def chat_streamed(setting: Setting) -> None:
+    with client(setting.base) as api:
+        chunks = list(
+            api.chat.completions.create(
+                model=setting.model,
+                messages=USER,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == setting.answer
+    assert chunks[-1].usage is not None and chunks[-1].usage.prompt_tokens == len(setting.prompt_ids)
+
+
+def chat_streamed_by_helper(setting: Setting) -> None:
+    """`chat.completions.stream` puts the message together and checks the order of events."""
+    with (
+        client(setting.base) as api,
+        api.chat.completions.stream(model=setting.model, messages=USER, temperature=0) as stream,
+    ):
+        kinds = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == setting.answer
+    assert "content.delta" in kinds and kinds[-1] == "content.done"
+
+
+def async_client(setting: Setting) -> None:
+    async def ask() -> str:
+        async with AsyncOpenAI(base_url=setting.base, api_key="none", max_retries=0) as api:
+            stream = await api.chat.completions.create(model=setting.model, messages=USER, temperature=0, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask()) == setting.answer
+
+
+def tools(setting: Setting) -> None:
+    """There and back again: two calls, their results, an answer."""
+    messages: Any = [{"role": "user", "content": "The weather in both?"}]
+    with client(setting.scripted) as api:
+        first = api.chat.completions.create(model=setting.scripted_model, messages=messages, tools=[TOOL])
+        (choice,) = first.choices
+        calls: Any = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert [call.function.name for call in calls] == ["get_weather"] * 2
+        assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Paris"}, {"city": "London"}]
+        messages.append(choice.message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": WEATHER} for call in calls]
+        second = api.chat.completions.create(model=setting.scripted_model, messages=messages, tools=[TOOL])
+    assert second.choices[0].message.content == WEATHER_ANSWER
+
+
+def tools_streamed(setting: Setting) -> None:
+    """The helper parses the arguments of strict functions."""
+    messages: Any = [{"role": "user", "content": "The weather in both?"}]
+    strict: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    with (
+        client(setting.scripted) as api,
+        api.chat.completions.stream(model=setting.scripted_model, messages=messages, tools=[strict]) as stream,
+    ):
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [event.parsed_arguments for event in done] == [{"city": "Paris"}, {"city": "London"}]
+    assert [call.function.parsed_arguments for call in final] == [{"city": "Paris"}, {"city": "London"}]
+
+
+def tool_demanded(setting: Setting) -> None:
+    """A grammar makes the default model call, and call once."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    demands: Any = ({"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": named})
+    with client(setting.base) as api:
+        for demand in demands:
+            answer = api.chat.completions.create(
+                model=setting.model, messages=USER, tools=[TOOL], temperature=0, max_tokens=96, **demand
+            )
+            calls: Any = answer.choices[0].message.tool_calls
+            (call,) = calls
+            assert json.loads(call.function.arguments)["city"] in CITIES
+            assert answer.choices[0].finish_reason == ("stop" if demand["tool_choice"] == named else "tool_calls")
+
+
+def structured_output(setting: Setting) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY_SCHEMA}}
+    with client(setting.base) as api:
+        answer = api.chat.completions.create(
+            model=setting.model, messages=USER, response_format=form, temperature=0, max_tokens=64
+        )
+        parsed = api.chat.completions.parse(
+            model=setting.model, messages=USER, response_format=Capital, temperature=0, max_tokens=128
+        )
+    check_city(json.loads(answer.choices[0].message.content or ""))
+    assert isinstance(parsed.choices[0].message.parsed, Capital)
+
+
+def completions(setting: Setting) -> None:
+    """The same prompt as ids, as embeddings, and both of them streamed."""
+    with client(setting.base) as api:
+        for prompt, extra in prompts(setting):
+            answer = api.completions.create(
+                model=setting.model, prompt=prompt, temperature=0, max_tokens=24, logprobs=1, extra_body=extra
+            )
+            assert answer.choices[0].text == setting.answer
+            assert answer.usage is not None and answer.usage.prompt_tokens == len(setting.prompt_ids)
+            chunks = api.completions.create(
+                model=setting.model, prompt=prompt, temperature=0, max_tokens=24, stream=True, extra_body=extra
+            )
+            assert "".join(chunk.choices[0].text for chunk in chunks) == setting.answer
+
+
+def prompts(setting: Setting) -> list[tuple[Any, dict[str, Any]]]:
+    """(prompt, extra body): token ids, then embeddings."""
+    return [(setting.prompt_ids, {}), (None, {"prompt_embeds": setting.prompt_embeds})]
+
+
+def errors(setting: Setting) -> None:
+    """Each status becomes the package's own exception, with the server's words."""
+    with client(setting.base) as api:
+        try:
+            api.chat.completions.create(model=setting.model, messages=USER, temperature=3)
+        except openai.BadRequestError as error:
+            assert error.param == "temperature" and error.type == "invalid_request_error"
+        else:
+            raise AssertionError("a temperature of 3 was taken")
+        try:
+            api.chat.completions.create(model="another", messages=USER)
+        except openai.NotFoundError as error:
+            assert error.code == "model_not_found"
+        else:
+            raise AssertionError("an unknown model was taken")
+
+
+EXERCISES = (
+    chat,
+    chat_streamed,
+    chat_streamed_by_helper,
+    async_client,
+    tools,
+    tools_streamed,
+    tool_demanded,
+    structured_output,
+    completions,
+    errors,
+)
+
+if __name__ == "__main__":
+    sys.exit(run(EXERCISES))
