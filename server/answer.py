@@ -126,7 +126,7 @@ def _detokenizer(
 
     Decoders that are not made of bytes need the prompt all the same: from it they know whether a space comes first.
     """
-    before = prompt.token_ids if echo or not tokenizer.vocabulary.is_exact else ()
+    before: Sequence[int] = prompt.tail_ids if echo or not tokenizer.vocabulary.is_exact else ()
     return tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens, shown=shown_special)
 
 

@@ -15,8 +15,9 @@ from server.body import read_json
 from server.chat_format import ChatFormat, PartsFormat
 from server.chat_parts import PartsRules
 from server.conversation import parse_messages
+from server.embedding_markers import EmbeddingMarkers
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.inputs import Prompt, encode_prompt
+from server.inputs import ListedIds, Prompt, decode_parts, encode_parts, encode_prompt
 from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
@@ -47,9 +48,9 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     del request, constraint
     chat = await waiting
     if chat.rules is None:
-        form = ChatFormat(chat.request, chat.prompt, services)
+        form = ChatFormat(chat.request, chat.prompt_ids, services)
     else:
-        form = PartsFormat(chat.request, chat.prompt, services, chat.rules)
+        form = PartsFormat(chat.request, chat.prompt_ids, services, chat.rules)
     release_body()
     if chat.request.stream:
         return streamed_response(chat.answer, form, envelope, chat.request.stream_options)
@@ -62,7 +63,8 @@ class OpenChat:
 
     request: ChatRequest
     """Without its fields of any size."""
-    prompt: Prompt
+    prompt_ids: ListedIds
+    """If the client wants them back. Not the prompt itself: its embeddings are large, and an answer takes its time."""
     rules: PartsRules | None
     """How the answer is taken apart; None: not at all, it is content."""
     answer: Answer
@@ -73,12 +75,13 @@ async def open_chat(
 ) -> OpenChat:
     """From a checked request to its answer. Raises APIError."""
     tools = requested_tools(request, services)
-    text = await chat_prompt_text(request, services, tools)
-    prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+    embeddings = EmbeddingMarkers(take_embeddings=services.enable_prompt_embeds)
+    text = await chat_prompt_text(request, services, tools, embeddings)
+    prompt = await chat_prompt(text, embeddings, request, services)
     rules = parts_rules(request, tools, text, services)
     grammar = await answer_grammar(constraint, rules, services)
     request = without_input(request)
-    del text, constraint
+    del text, constraint, embeddings
     answer = await open_answer(
         request,
         [prompt],
@@ -88,7 +91,7 @@ async def open_chat(
         keep_records=rules is not None and rules.reasoning is not None,
         shown_special=frozenset() if rules is None else rules.shown_token_ids(services.tokenizer),
     )
-    return OpenChat(request, prompt, rules, answer)
+    return OpenChat(request, prompt.listed_ids() if request.return_token_ids else None, rules, answer)
 
 
 def parse_chat(body: Mapping[str, Any], services: Services) -> ChatRequest:
@@ -107,15 +110,19 @@ async def chat_prompt_ids(request: ChatRequest | TokenizeRequest, services: Serv
 
 
 async def chat_prompt_text(
-    request: ChatRequest | TokenizeRequest, services: Services, tools: ToolRequest | None = None
+    request: ChatRequest | TokenizeRequest,
+    services: Services,
+    tools: ToolRequest | None = None,
+    embeddings: EmbeddingMarkers | None = None,
 ) -> str:
-    """What the template makes of a conversation. `tools`: the request's, if they have been checked. Raises APIError."""
+    """What the template makes of a conversation. `tools`: the request's, if they have been checked. `embeddings`: takes
+    the embedding parts, whose markers are in the text; None: there may be none. Raises APIError."""
     template = services.chat_template
     if tools is None:
         tools = requested_tools(request, services)
     _check_template(request, services)
     keep_developer = template.mentions("developer", request.chat_template)
-    messages = parse_messages(request.messages, keep_developer=keep_developer)
+    messages = parse_messages(request.messages, keep_developer=keep_developer, embeddings=embeddings)
     variables = request.chat_template_kwargs or {}
     for key in sorted(template.reserved_names & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs must not set {key}.", param="chat_template_kwargs")
@@ -142,6 +149,21 @@ def _check_template(request: ChatRequest | TokenizeRequest, services: Services) 
         raise UnsupportedParameter(
             "documents are not supported: this model's chat template knows none.", param="documents"
         )
+
+
+async def chat_prompt(text: str, embeddings: EmbeddingMarkers, request: ChatRequest, services: Services) -> Prompt:
+    """The rows of a conversation: `text` as `chat_prompt_text` makes it, with `embeddings` at their markers. Raises
+    APIError."""
+    if not embeddings:
+        return Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens does not go with prompt_embeds parts.", param="truncate_prompt_tokens"
+        )
+    parts = embeddings.split(text)
+    add_special = bool(request.add_special_tokens)
+    encoded = await encode_parts(parts, services, add_special_tokens=add_special, param="messages")
+    return await decode_parts(encoded, services, param="messages")
 
 
 async def encode_chat_text(text: str, request: ChatRequest | TokenizeRequest, services: Services) -> list[int]:

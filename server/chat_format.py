@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from runner.messages import TokenLogprobs
 from server.chat_parts import Arguments, ChatParts, Content, Part, PartsRules, Reasoning, ToolCall
 from server.choices import Delta, TokenRecord
-from server.inputs import Prompt
+from server.inputs import ListedIds
 from server.logprobs import LogprobFormat
 from server.respond import Json, WholeChoice
 from server.schemas import ChatRequest
@@ -21,10 +21,10 @@ class ChatFormat:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, prompt: Prompt, services: Services) -> None:
-        self._prompt = prompt
+    def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services) -> None:
         self._with_logprobs = bool(request.logprobs)
         self._with_ids = bool(request.return_token_ids)
+        self._prompt_ids = prompt_ids
         self._service_tier = request.service_tier
         self._prompt_top = request.prompt_logprobs
         self._prompt_logprobs: Sequence[TokenLogprobs | None] = ()
@@ -58,7 +58,7 @@ class ChatFormat:
     def extras(self) -> Json:
         extras: Json = {"service_tier": "default"} if self._service_tier is not None else {}
         if self._with_ids:
-            extras["prompt_token_ids"] = list(self._prompt.token_ids)
+            extras["prompt_token_ids"] = self._prompt_ids
         if self._prompt_logprobs and self._prompt_top is not None:
             extras["prompt_logprobs"] = self._logprobs.prompt(self._prompt_logprobs, self._prompt_top)
         return extras
@@ -81,8 +81,8 @@ class ChatFormat:
 class PartsFormat(ChatFormat):
     """For models that reason, and requests with tools."""
 
-    def __init__(self, request: ChatRequest, prompt: Prompt, services: Services, rules: PartsRules) -> None:
-        super().__init__(request, prompt, services)
+    def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services, rules: PartsRules) -> None:
+        super().__init__(request, prompt_ids, services)
         self._rules = rules
         self._choices: dict[int, ChoiceParts] = {}
 

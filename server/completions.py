@@ -11,7 +11,7 @@ from starlette.responses import Response
 from server.answer import open_answer
 from server.body import read_json
 from server.choices import Delta, TokenRecord
-from server.inputs import completion_prompts
+from server.inputs import ListedIds, completion_prompts
 from server.logprobs import LogprobFormat
 from server.openapi import json_body
 from server.request_context import release_body
@@ -38,7 +38,8 @@ async def _complete(body: Mapping[str, Any], services: Services) -> Response:
     # Embeddings may be a hundred megabytes as text and as rows, and an answer takes its time: neither is held for it.
     del body
     request = without_input(request)
-    form = CompletionFormat(request, [prompt.token_ids for prompt in prompts], services)
+    prompt_ids = [prompt.listed_ids() for prompt in prompts] if request.return_token_ids else []
+    form = CompletionFormat(request, prompt_ids, services)
     grammar = await services.grammars.compile(constraint, len(prompts))
     del constraint
     answer = await open_answer(request, prompts, services, envelope.id, grammar=grammar)
@@ -64,8 +65,8 @@ class CompletionFormat:
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, request: CompletionRequest, prompt_ids: Sequence[Sequence[int]], services: Services) -> None:
-        """`prompt_ids`: each prompt's; none where it is embeddings."""
+    def __init__(self, request: CompletionRequest, prompt_ids: Sequence[ListedIds], services: Services) -> None:
+        """`prompt_ids`: each prompt's, if the client wants them back."""
         self._prompt_ids = prompt_ids
         self._n = request.n or 1
         self._with_logprobs = request.logprobs is not None
@@ -103,7 +104,7 @@ class CompletionFormat:
         if self._with_ids:
             body["token_ids"] = [record.token_id for record in part.tokens]
             if is_first:
-                body["prompt_token_ids"] = list(self._prompt_ids[index // self._n]) or None
+                body["prompt_token_ids"] = self._prompt_ids[index // self._n]
         return body
 
 

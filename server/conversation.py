@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from server.embedding_markers import EmbeddingMarkers, no_embeddings
 from server.errors import InvalidRequest, UnsupportedParameter
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -27,10 +28,13 @@ class ParsedArguments(dict[str, Any]):
     text: str
 
 
-def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str, Any]]:
+def parse_messages(
+    value: Any, *, keep_developer: bool = False, embeddings: EmbeddingMarkers | None = None
+) -> list[dict[str, Any]]:
     """`value`: whatever the body had under `messages`. Each message gets `role` and `content`, and where given `name`,
     `tool_call_id`, `reasoning_content` and `tool_calls` (with their arguments as objects, if they are any).
-    `keep_developer`: the template knows this role; to others it is `system`.
+    `keep_developer`: the template knows this role; to others it is `system`. `embeddings`: takes the embedding parts,
+    whose markers become part of the content; None: there may be none.
 
     Raises InvalidRequest, or UnsupportedParameter for what would need media.
     """
@@ -40,7 +44,7 @@ def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str
         raise _invalid("messages", "must have at least one message")
     if len(value) > MAX_MESSAGES:
         raise _invalid("messages", f"must have at most {MAX_MESSAGES} messages")
-    messages = [_parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    messages = [_parse_message(message, f"messages[{index}]", embeddings) for index, message in enumerate(value)]
     if keep_developer:
         for message, given in zip(messages, value, strict=True):
             if given["role"] == "developer":
@@ -48,7 +52,7 @@ def parse_messages(value: Any, *, keep_developer: bool = False) -> list[dict[str
     return messages
 
 
-def _parse_message(message: Any, where: str) -> dict[str, Any]:
+def _parse_message(message: Any, where: str, embeddings: EmbeddingMarkers | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _invalid(where, "must be an object")
     role = message.get("role")
@@ -62,7 +66,8 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""  # a replayed answer that refused
-    parsed: dict[str, Any] = {"role": _ROLES[role], "content": _parse_content(content, f"{where}.content")}
+    content = _parse_content(content, f"{where}.content", embeddings)
+    parsed: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if role == "tool":
         parsed["tool_call_id"] = _short_string(message.get("tool_call_id"), f"{where}.tool_call_id", _MAX_ID_CHARS)
     elif role == "assistant":
@@ -123,26 +128,38 @@ def _parse_arguments(text: str) -> ParsedArguments | str:
     return arguments
 
 
-def _parse_content(content: Any, where: str) -> str:
-    """A string as it is; text parts joined by line ends."""
+def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None) -> str:
+    """A string as it is; text parts joined by line ends, but nothing between them and embeddings."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _invalid(where, "must be a string or a list of content parts")
     if not content:
         raise _invalid(where, "must have at least one part")
-    return "\n".join(_parse_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    pieces: list[str] = []
+    after_text = False
+    for index, part in enumerate(content):
+        is_text = not (isinstance(part, dict) and part.get("type") == "prompt_embeds")
+        if is_text and after_text:
+            pieces.append("\n")
+        pieces.append(_parse_part(part, f"{where}[{index}]", embeddings))
+        after_text = is_text
+    return "".join(pieces)
 
 
-def _parse_part(part: Any, where: str) -> str:
+def _parse_part(part: Any, where: str, embeddings: EmbeddingMarkers | None) -> str:
     if not isinstance(part, dict):
         raise _invalid(where, "must be an object")
     kind = part.get("type")
+    if kind == "prompt_embeds":
+        if embeddings is None:
+            raise no_embeddings(where)
+        return embeddings.mark(part, where)
     if kind in ("text", "refusal"):
         return _string(part.get(kind), f"{where}.{kind}")
     if not isinstance(kind, str):
         raise _invalid(f"{where}.type", "must be a string")
-    raise _unsupported(f"{where}.type", "only text parts are supported")
+    raise _unsupported(f"{where}.type", "only text and prompt_embeds parts are supported")
 
 
 def _short_string(value: Any, where: str, limit: int) -> str:

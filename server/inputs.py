@@ -1,4 +1,5 @@
-"""The prompts of a completion request: text, token ids and embeddings, in whatever form the client sent them, as rows.
+"""The prompts of a completion request: text, token ids and embeddings, each alone or mixed, as rows. Chat has its mixed
+prompts made here, too.
 
 Prompts are checked by hand: a list of a hundred thousand ids must cost one pass and give one error.
 """
@@ -10,16 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.embeddings import EmbeddingError, decode_base64_embedding
-from server.errors import APIError, ContextLengthExceeded, InvalidRequest
+from runner.messages import EMBEDDING_ID
+from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
+from server.errors import ContextLengthExceeded, InvalidRequest
 from server.file_tensor import TooManyRows
 from server.prompt import PromptRows
 from server.schemas import CompletionRequest
+from server.segments import MAX_PARTS, EmbeddingPart, IdsPart, Part, parse_parts
 from server.services import Services
 from server.truncation import Truncation
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
+
+ListedIds = Sequence[int | None] | None
+"""A prompt's ids as clients see them: null at embedding rows, null altogether where there is nothing else."""
+
+EncodedPart = list[int] | EmbeddingPart
+"""A part of a mixed prompt whose embeddings are still to be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +39,23 @@ class Prompt:
     param: str
     """The field that it came in."""
     token_ids: Sequence[int] = ()
-    """Empty for embeddings."""
+    """Empty where any row is an embedding."""
     text: str | None = None
     """As the client sent it, if it did send text."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def tail_ids(self) -> Sequence[int]:
+        """The token ids behind the last embedding row: what a detokenizer can begin with."""
+        return self.rows.tail_ids.tolist() if self.rows.spans else self.token_ids
+
+    def listed_ids(self) -> ListedIds:
+        if not self.rows.spans:
+            return self.token_ids
+        listed = [None if token_id == EMBEDDING_ID else token_id for token_id in self.rows.token_ids.tolist()]
+        return listed if any(token_id is not None for token_id in listed) else None
 
     @classmethod
     def from_token_ids(cls, token_ids: Sequence[int], param: str, text: str | None = None) -> Prompt:
@@ -60,15 +80,26 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         raise InvalidRequest(f"A request can have at most {MAX_CHOICES} choices (prompts times {param}).", param=param)
     if embeddings and not services.enable_prompt_embeds:
         raise InvalidRequest("This server takes no prompt_embeds.", param="prompt_embeds")
-    if embeddings and request.echo:
+    mixed = _mixed_prompts(texts_or_ids, services)
+    has_rows = bool(embeddings) or any(isinstance(part, EmbeddingPart) for parts in mixed.values() for part in parts)
+    if has_rows and request.echo:
         raise InvalidRequest("echo is not possible with prompt_embeds: they have no text.", param="echo")
     truncation = Truncation.of(request, services.model.max_model_len)
-    if embeddings and truncation is not None:
-        raise InvalidRequest("truncate_prompt_tokens does not go with prompt_embeds.", param="truncate_prompt_tokens")
+    if (has_rows or mixed) and truncation is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens does not go with prompt_embeds or lists of parts.", param="truncate_prompt_tokens"
+        )
     # The cheap ones first: a bad id must not cost the decoding of sixty megabytes.
     add_special = request.add_special_tokens is not False
-    rest = [await _from_text_or_ids(each, services, add_special, truncation) for each in texts_or_ids]
-    return [await _from_embedding(each, services) for each in embeddings] + rest
+    rest: list[Prompt | list[EncodedPart]] = [
+        await encode_parts(mixed[index], services, add_special_tokens=add_special, param="prompt")
+        if index in mixed
+        else await _from_text_or_ids(each, services, add_special, truncation)
+        for index, each in enumerate(texts_or_ids)
+    ]
+    return [await _from_embedding(each, services) for each in embeddings] + [
+        each if isinstance(each, Prompt) else await decode_parts(each, services, param="prompt") for each in rest
+    ]
 
 
 def _as_embeddings(value: Any) -> list[str]:
@@ -78,8 +109,8 @@ def _as_embeddings(value: Any) -> list[str]:
     return embeddings
 
 
-def _as_prompts(value: Any) -> list[str] | list[list[int]]:
-    """The prompt as a list of prompts, all of one kind."""
+def _as_prompts(value: Any) -> list[str] | list[list[Any]]:
+    """The prompt as a list of prompts: all of them texts, or each a list of token ids or of parts."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -88,14 +119,89 @@ def _as_prompts(value: Any) -> list[str] | list[list[int]]:
         kinds = set(map(type, value))
         if not kinds:
             raise InvalidRequest("prompt must not be an empty list.", param="prompt")
-        if kinds == {int}:  # type(True) is bool
+        if kinds == {int} or isinstance(value[0], dict):  # type(True) is bool
             return [value]
         if kinds in ({str}, {list}):
             return value
     raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids.",
+        "prompt must be a string, a list of strings, a list of token ids, a list of parts or a list of such lists.",
         param="prompt",
     )
+
+
+def _mixed_prompts(prompts: Sequence[str | list[Any]], services: Services) -> dict[int, list[Part]]:
+    """The parts of those prompts that are lists of parts, by their index. Raises InvalidRequest."""
+    mixed = {
+        index: each for index, each in enumerate(prompts) if isinstance(each, list) and each and type(each[0]) is dict
+    }
+    if sum(map(len, mixed.values())) > MAX_PARTS:
+        raise InvalidRequest(f"A request can have at most {MAX_PARTS} parts.", param="prompt")
+    take = services.enable_prompt_embeds
+    return {
+        index: parse_parts(each, "prompt" if len(prompts) == 1 else f"prompt[{index}]", take_embeddings=take)
+        for index, each in mixed.items()
+    }
+
+
+async def encode_parts(
+    parts: Sequence[Part], services: Services, *, add_special_tokens: bool, param: str
+) -> list[EncodedPart]:
+    """The parts of one prompt with their texts as token ids, each tokenised on its own; `add_special_tokens`: those
+    that go before a text, if the prompt begins with one. No embedding is decoded. Raises APIError."""
+    encoded: list[EncodedPart] = []
+    least_rows = 0
+    for part in parts:
+        if isinstance(part, EmbeddingPart):
+            encoded.append(part)
+            least_rows += 1
+            continue
+        if isinstance(part, IdsPart):
+            check_token_ids(part.token_ids, services.model.vocab_size, part.where)
+            token_ids = part.token_ids
+        else:
+            # A text that is the whole prompt is no different from a plain one.
+            around = add_special_tokens and len(parts) == 1
+            token_ids = await encode_prompt(part.text, services, add_special_tokens=around, param=part.where)
+            if add_special_tokens and not around and part is parts[0]:
+                token_ids = services.tokenizer.opening_ids + token_ids
+            await asyncio.sleep(0)  # a short text takes a millisecond or two, and there may be thousands
+        encoded.append(token_ids)
+        least_rows += len(token_ids)
+        if least_rows > services.model.max_model_len:
+            break  # what comes behind need not be tokenised to see that it does not fit
+    if not least_rows:
+        raise InvalidRequest(f"{param} must have at least one token.", param=param)
+    _check_rows(least_rows, services, param)
+    return encoded
+
+
+async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, param: str) -> Prompt:
+    """The prompt that `encode_parts` has begun. Raises APIError."""
+    # Each embedding part has one row at least, which a later one must not be decoded to learn.
+    num_rows = sum(1 if isinstance(part, EmbeddingPart) else len(part) for part in parts)
+    segments: list[list[int] | Rows] = []
+    for part in parts:
+        if isinstance(part, EmbeddingPart):
+            rows = await _decode(part.data, services, services.model.max_model_len - num_rows + 1, part.where)
+            num_rows += rows.num_rows - 1
+            segments.append(rows)
+        else:
+            segments.append(part)
+    if all(isinstance(segment, list) for segment in segments):
+        return Prompt.from_token_ids(
+            [token for segment in segments if isinstance(segment, list) for token in segment], param
+        )
+    return Prompt(PromptRows.from_segments(segments), param)
+
+
+def _check_rows(num_rows: int, services: Services, param: str) -> None:
+    limit = services.model.max_model_len
+    if num_rows > limit:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, your {param} has at least {num_rows}."
+            f" Please reduce the length of the {param}.",
+            param=param,
+        )
 
 
 async def _from_text_or_ids(
@@ -137,21 +243,22 @@ def check_token_ids(value: list[Any], vocab_size: int, param: str) -> None:
 
 
 async def _from_embedding(text: str, services: Services) -> Prompt:
+    rows = await _decode(text, services, services.model.max_model_len, "prompt_embeds")
+    return Prompt(PromptRows.from_embedding(rows), "prompt_embeds")
+
+
+async def _decode(text: str, services: Services, max_rows: int, where: str) -> Rows:
+    """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
     model = services.model
     try:
-        rows = await asyncio.to_thread(
+        return await asyncio.to_thread(
             decode_base64_embedding,
             text,
             hidden_size=model.hidden_size,
             dtype=model.dtype,
-            max_rows=model.max_model_len,
+            max_rows=max_rows,
         )
     except TooManyRows as error:
-        raise ContextLengthExceeded(f"prompt_embeds: {error}.", param="prompt_embeds") from None
+        raise ContextLengthExceeded(f"{where}: {error}.", param=where) from None
     except EmbeddingError as error:
-        raise _embedding_refused(str(error)) from None
-    return Prompt(PromptRows.from_embedding(rows), "prompt_embeds")
-
-
-def _embedding_refused(message: str) -> APIError:
-    return InvalidRequest(f"prompt_embeds: {message}.", param="prompt_embeds")
+        raise InvalidRequest(f"{where}: {error}.", param=where) from None

@@ -35,5 +35,26 @@ class PromptRows:
     @classmethod
     def from_embedding(cls, rows: Rows) -> PromptRows:
         """A prompt that is one span of embedding rows and nothing else."""
-        token_ids = np.full(rows.num_rows, EMBEDDING_ID, dtype=np.int32)
-        return cls(token_ids, (Span(0, rows.num_rows),), rows.digests, (rows.data,))
+        return cls.from_segments([rows])
+
+    @classmethod
+    def from_segments(cls, segments: Sequence[Sequence[int] | Rows]) -> PromptRows:
+        """Token ids and embedding rows, one behind the other. The rows are not copied: each `Rows` is a span."""
+        lengths = [each.num_rows if isinstance(each, Rows) else len(each) for each in segments]
+        token_ids = np.full(sum(lengths), EMBEDDING_ID, dtype=np.int32)
+        spans: list[Span] = []
+        start = 0
+        for segment, length in zip(segments, lengths, strict=True):
+            if isinstance(segment, Rows):
+                spans.append(Span(start, length))
+            else:
+                token_ids[start : start + length] = segment
+            start += length
+        embedded = [each for each in segments if isinstance(each, Rows)]
+        digests = b"".join(each.digests for each in embedded)
+        return cls(token_ids, tuple(spans), digests, tuple(each.data for each in embedded))
+
+    @property
+    def tail_ids(self) -> npt.NDArray[np.int32]:
+        """The token ids behind the last embedding row; all of them where there is none."""
+        return self.token_ids[self.spans[-1].start + self.spans[-1].length :] if self.spans else self.token_ids

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from server.answer import sampling_params
 from server.answer_grammar import answer_grammar
 from server.body import read_json
-from server.chat import chat_prompt_text, encode_chat_text, parse_chat
+from server.chat import chat_prompt, chat_prompt_text, parse_chat
 from server.completions import parse_completion
+from server.embedding_markers import EmbeddingMarkers
 from server.inputs import Prompt, completion_prompts
 from server.openapi import json_body
 from server.respond import run_handler
@@ -55,11 +56,12 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     constraint = constraint_of(body)
     model = services.model_name(request.model)
     tools = requested_tools(request, services)
-    text = await chat_prompt_text(request, services, tools)
-    prompt = Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+    embeddings = EmbeddingMarkers(take_embeddings=services.enable_prompt_embeds)
+    text = await chat_prompt_text(request, services, tools, embeddings)
+    prompt = await chat_prompt(text, embeddings, request, services)
     await answer_grammar(constraint, parts_rules(request, tools, text, services), services)
     await sampling_params(request, [prompt], services)
-    return _json(_rendered(model, prompt, text, services))
+    return _json(_rendered(model, prompt, None if embeddings else text, services))
 
 
 def _text(prompt: Prompt, services: Services) -> str | None:
@@ -74,7 +76,7 @@ def _rendered(model: str, prompt: Prompt, text: str | None, services: Services) 
     return {
         "model": model,
         "prompt": text,
-        "token_ids": list(prompt.token_ids) or None,
+        "token_ids": prompt.listed_ids(),
         "count": len(prompt),
         "max_model_len": services.model.max_model_len,
     }

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema, field_validator
 
 from server.errors import InvalidRequest, validation_error
+from server.segments import MAX_PARTS
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_N = 128
@@ -42,11 +43,37 @@ def _json_type(*types: str, **more: Any) -> WithJsonSchema:
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
-_PROMPT = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}, {"type": "null"}]}
+
+
+def _part(kind: str, key: str, value: dict[str, Any]) -> dict[str, Any]:
+    properties = {"type": {"const": kind}, key: value}
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT_PART = _part("text", "text", {"type": "string"})
+_EMBEDDING_PART = _part("prompt_embeds", "data", {"type": "string", "contentEncoding": "base64"})
+_IDS_PART = _part("token_ids", "token_ids", {**_IDS, "minItems": 1})
+_MIXED = {
+    "type": "array",
+    "items": {"oneOf": [_TEXT_PART, _IDS_PART, _EMBEDDING_PART]},
+    "minItems": 1,
+    "maxItems": MAX_PARTS,
+}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _STRINGS,
+        _IDS,
+        _MIXED,
+        {"type": "array", "items": {"anyOf": [_IDS, _MIXED]}},
+        {"type": "null"},
+    ]
+}
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOP_LIST = {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}
 _STOP = {"anyOf": [_STOP_STRING, _STOP_LIST, {"type": "null"}]}
-_PARTS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
+_REFUSAL_PART = _part("refusal", "refusal", {"type": "string"})
+_PARTS = {"type": "array", "items": {"oneOf": [_TEXT_PART, _REFUSAL_PART, _EMBEDDING_PART]}, "minItems": 1}
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
@@ -176,7 +203,7 @@ class GenerationRequest(RequestBody):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
-    """A string, a list of them, token ids, or a list of lists of them."""
+    """A string, a list of them, token ids, a list of parts (text, token ids, embeddings), or a list of such lists."""
     prompt_embeds: Annotated[Any, _json_type("string", "array", items={"type": "string"})] = None
     """Base64 of a tensor file, or a list of them."""
     echo: bool | None = None

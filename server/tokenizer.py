@@ -37,6 +37,8 @@ class Tokenizer:
         self._backend.no_truncation()
         self.vocabulary = Vocabulary(self._backend)
         self._longest_token = self._longest()
+        self.opening_ids = self._opening()
+        """The special tokens that go before a text. (Some tokenizers also put some behind it.)"""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -74,6 +76,13 @@ class Tokenizer:
             return 0  # unknown words and stripped white space may be of any length
         shrinks = 1 if self._backend.normalizer is None else 4  # composed characters; a mark for a space
         return shrinks * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+
+    def _opening(self) -> list[int]:
+        encoding = self._backend.encode("a", add_special_tokens=False)
+        own: list[int] = encoding.ids
+        ids: list[int] = self._backend.post_process(encoding, add_special_tokens=True).ids
+        starts = (k for k in range(len(ids) - len(own) + 1) if ids[k : k + len(own)] == own)
+        return ids[: next(starts, 0)]
 
     async def encode(self, text: str, *, add_special_tokens: bool, truncation: Truncation | None = None) -> list[int]:
         """`text` without lone surrogates (JSON bodies have none)."""

@@ -1,0 +1,76 @@
+"""Where the embedding parts of a conversation end up in the text that a chat template makes of it. Used by
+`conversation`, which puts a marker into a message's text for each of them, and by `chat`, which splits the rendered
+text there.
+
+A marker is made of 128 random bits that are drawn for this one request: no text that a client could write has it, so
+none is ever searched for anything that it could know.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from server.errors import InvalidRequest, UnsupportedParameter
+from server.segments import MAX_PARTS, EmbeddingPart, Part, TextPart, parse_embedding_part
+
+_CUT_CHARS = 10
+"""So much of the random bits' beginning or end in the text gives away a marker that was cut."""
+
+
+class EmbeddingMarkers:
+    """The embedding parts of one conversation. False where it has none. `take_embeddings`: whether the server does."""
+
+    def __init__(self, *, take_embeddings: bool) -> None:
+        self._take_embeddings = take_embeddings
+        self._parts: list[EmbeddingPart] = []
+        # Letters and digits only: templates trim, escape and quote.
+        self._secret = secrets.token_hex(16)
+        self._pattern = re.compile(f"{self._secret}n([0-9]+)z")
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def mark(self, part: Mapping[str, Any], where: str) -> str:
+        """The text that stands for this part until `split`. Raises InvalidRequest, or UnsupportedParameter."""
+        if len(self._parts) == MAX_PARTS:
+            raise InvalidRequest(f"messages can have at most {MAX_PARTS} prompt_embeds parts.", param="messages")
+        self._parts.append(parse_embedding_part(part, where, take_embeddings=self._take_embeddings))
+        return f"{self._secret}n{len(self._parts) - 1}z"
+
+    def split(self, text: str) -> list[Part]:
+        """The rendered text as parts, none of them an empty text. Raises InvalidRequest unless the template has put
+        every embedding part into the prompt, once and as it was."""
+        pieces = self._pattern.split(text)
+        texts, numbers = pieces[::2], pieces[1::2]
+        self._check(texts, numbers)
+        parts: list[Part] = []
+        for index, piece in enumerate(texts):
+            if piece:
+                parts.append(TextPart(piece, "messages"))
+            if index < len(numbers):
+                parts.append(self._parts[int(numbers[index])])
+        return parts
+
+    def _check(self, texts: list[str], numbers: list[str]) -> None:
+        found = Counter(numbers)
+        for number, part in enumerate(self._parts):
+            count = found.pop(str(number), 0)
+            if count != 1:
+                raise _misused(part, "repeats" if count else "leaves out or changes")
+        ends = (self._secret[:_CUT_CHARS], self._secret[-_CUT_CHARS:])
+        if found or any(end in folded for folded in map(str.lower, texts) for end in ends):
+            raise _misused(self._parts[0], "repeats or changes")
+
+
+def no_embeddings(where: str) -> UnsupportedParameter:
+    """For routes that have no use for them."""
+    return UnsupportedParameter(f"{where}.type: only text parts are supported.", param=f"{where}.type")
+
+
+def _misused(part: EmbeddingPart, what: str) -> InvalidRequest:
+    where = part.where.removesuffix(".data")
+    return InvalidRequest(f"{where}: the chat template {what} this part, which has to stay as it is.", param=where)

@@ -1,0 +1,88 @@
+"""The parts of a mixed prompt as clients send them: text, token ids and embeddings, checked one by one. `inputs` reads
+those of a completion's `prompt`, `conversation` the embedding parts of a chat message; `inputs` makes rows of them.
+
+Checked by hand, so that an error names the one part that is wrong (`prompt[2].data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.errors import InvalidRequest, UnsupportedParameter
+
+MAX_PARTS = 4096
+"""Of all prompts of one request together; embedding parts of one conversation."""
+
+_NOT_YET = ("soft_prompt", "image_url")
+_OTHER_SOURCES = {
+    "id": "stored embeddings are not supported",
+    "part": "binary parts are not supported",
+    "token_ids": "token ids of embedding rows are not supported",
+}
+"""What an embedding part may say one day instead of `data`, or beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str = field(repr=False)
+    where: str
+    """The field that it came in, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdsPart:
+    token_ids: list[Any] = field(repr=False)
+    """Not checked yet: that takes the vocabulary."""
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPart:
+    data: str = field(repr=False)
+    """A tensor file in base64, not decoded yet."""
+    where: str
+
+
+Part = TextPart | IdsPart | EmbeddingPart
+
+
+def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool) -> list[Part]:
+    """The parts of one prompt. `take_embeddings`: whether this server takes any.
+
+    Raises InvalidRequest, or UnsupportedParameter for parts that this server does not know.
+    """
+    return [_parse_part(part, f"{where}[{index}]", take_embeddings) for index, part in enumerate(value)]
+
+
+def _parse_part(part: Any, where: str, take_embeddings: bool) -> Part:
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object: a list of parts has only parts.", param=where)
+    kind = part.get("type")
+    if kind == "prompt_embeds":
+        return parse_embedding_part(part, where, take_embeddings=take_embeddings)
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}.text must be a string.", param=f"{where}.text")
+        return TextPart(part["text"], f"{where}.text")
+    if kind == "token_ids":
+        ids = part.get("token_ids")
+        if not isinstance(ids, list) or not ids:
+            raise InvalidRequest(f"{where}.token_ids must be a list of token ids.", param=f"{where}.token_ids")
+        return IdsPart(ids, f"{where}.token_ids")
+    if kind in _NOT_YET:
+        raise UnsupportedParameter(f"{where}.type: {kind} parts are not supported.", param=f"{where}.type")
+    raise InvalidRequest(f"{where}.type must be one of text, token_ids, prompt_embeds.", param=f"{where}.type")
+
+
+def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings: bool) -> EmbeddingPart:
+    """A part whose type is prompt_embeds. Raises InvalidRequest, or UnsupportedParameter."""
+    if not take_embeddings:
+        raise InvalidRequest(f"{where}: this server takes no prompt_embeds.", param=where)
+    for name, reason in _OTHER_SOURCES.items():
+        if part.get(name) is not None:
+            raise UnsupportedParameter(f"{where}.{name}: {reason}.", param=f"{where}.{name}")
+    if not isinstance(part.get("data"), str):
+        raise InvalidRequest(f"{where}.data must be a tensor file in base64.", param=f"{where}.data")
+    return EmbeddingPart(part["data"], f"{where}.data")
