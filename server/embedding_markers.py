@@ -27,9 +27,10 @@ class EmbeddingMarkers:
     def __init__(self, *, take_embeddings: bool) -> None:
         self._take_embeddings = take_embeddings
         self._parts: list[EmbeddingPart] = []
-        # Letters and digits only: templates trim, escape and quote.
+        # Letters and digits only, since templates trim, escape and quote; a letter first, so that any change of case
+        # shows.
         self._secret = secrets.token_hex(16)
-        self._pattern = re.compile(f"{self._secret}n([0-9]+)z")
+        self._pattern = re.compile(f"r{self._secret}n([0-9]+)z")
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -39,7 +40,7 @@ class EmbeddingMarkers:
         if len(self._parts) == MAX_PARTS:
             raise InvalidRequest(f"messages can have at most {MAX_PARTS} prompt_embeds parts.", param="messages")
         self._parts.append(parse_embedding_part(part, where, take_embeddings=self._take_embeddings))
-        return f"{self._secret}n{len(self._parts) - 1}z"
+        return f"r{self._secret}n{len(self._parts) - 1}z"
 
     def split(self, text: str) -> list[Part]:
         """The rendered text as parts, none of them an empty text. Raises InvalidRequest unless the template has put

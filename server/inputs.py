@@ -187,11 +187,9 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
             segments.append(rows)
         else:
             segments.append(part)
-    if all(isinstance(segment, list) for segment in segments):
-        return Prompt.from_token_ids(
-            [token for segment in segments if isinstance(segment, list) for token in segment], param
-        )
-    return Prompt(PromptRows.from_segments(segments), param)
+    prompt_rows = PromptRows.from_segments(segments)
+    token_ids = () if prompt_rows.spans else prompt_rows.token_ids.tolist()
+    return Prompt(prompt_rows, param, token_ids)
 
 
 def _check_rows(num_rows: int, services: Services, param: str) -> None:

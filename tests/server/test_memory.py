@@ -46,18 +46,26 @@ def embedding(rows: int) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("kind", ["prompt_embeds", "an unknown field", "chat", "messages", "input"])
+@pytest.mark.parametrize(
+    "kind", ["prompt_embeds", "parts", "an unknown field", "chat", "messages", "chat parts", "input"]
+)
 def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: bool) -> None:
     body: dict[str, Any] = completion(1000, stream=stream)
     path = "/v1/completions"
     if kind == "prompt_embeds":
         body |= {"prompt": None, "prompt_embeds": embedding(ROWS)}
-    elif kind not in ("messages", "input"):
+    elif kind == "parts":
+        half = {"type": "prompt_embeds", "data": embedding(ROWS // 2)}
+        body["prompt"] = [{"type": "text", "text": "hi"}, half, {"type": "token_ids", "token_ids": [5]}, half]
+    elif kind in ("an unknown field", "chat"):
         body["unknown"] = "x" * (50 << 20)
-    if kind in ("chat", "messages"):
-        message = {"role": "user", "content": "hi"}
+    if kind in ("chat", "messages", "chat parts"):
+        message: dict[str, Any] = {"role": "user", "content": "hi"}
         if kind == "messages":
             message["unknown"] = "x" * (50 << 20)
+        if kind == "chat parts":
+            part = {"type": "prompt_embeds", "data": embedding(ROWS)}
+            message["content"] = [{"type": "text", "text": "hi"}, part]
         path, body["messages"] = "/v1/chat/completions", [message]
         del body["prompt"]
     if kind == "input":

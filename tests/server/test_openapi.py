@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from server.app import create_app
@@ -102,3 +103,17 @@ def test_streams_are_announced(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
+
+
+def test_prompts_and_messages_have_typed_parts(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    rows = {"type": "prompt_embeds", "data": "AAAA"}
+    text, ids = {"type": "text", "text": "a"}, {"type": "token_ids", "token_ids": [5]}
+    prompt = Draft202012Validator(schemas["CompletionRequest"]["properties"]["prompt"])
+    for valid in ("a", ["a"], [5], [[5]], [text], [ids, rows, text], [[text], [5], [rows]], None):
+        prompt.validate(valid)
+    for invalid in ([{}], [{"type": "text"}], [{"type": "prompt_embeds", "id": "a"}], [text, "a"], [{"type": "x"}], 5):
+        assert not prompt.is_valid(invalid)
+    messages = Draft202012Validator(schemas["ChatRequest"]["properties"]["messages"])
+    messages.validate([{"role": "user", "content": [text, rows, text]}])
+    assert not messages.is_valid([{"role": "user", "content": [ids]}])
