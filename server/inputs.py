@@ -69,7 +69,9 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
     """
     embeddings = _as_embeddings(request.prompt_embeds)
     # Clients that only have embeddings still send a prompt, since OpenAI's requires one: an empty one.
-    texts_or_ids = [] if embeddings and request.prompt in ("", []) else _as_prompts(request.prompt)
+    texts_or_ids: Sequence[str | list[Any]] = (
+        [] if embeddings and request.prompt in ("", []) else _as_prompts(request.prompt)
+    )
     count = len(embeddings) + len(texts_or_ids)
     if not count:
         raise InvalidRequest("A request needs a prompt or prompt_embeds.", param="prompt")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +35,13 @@ def example(language: str, word: str, server: RealServer, model: Path) -> str:
     return str(block)
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_here(source: str, folder: Path) -> str:
+    """What a Python example prints. In this process, which has imported the large libraries already."""
+    (folder / "example.py").write_text(source)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(folder / "example.py"))
+    return out.getvalue()
 
 
 def reference(model: Path, *pieces: str) -> str:
@@ -46,24 +52,26 @@ def reference(model: Path, *pieces: str) -> str:
 
 
 @pytest.fixture
-def folder(server: RealServer, llama: Path, tmp_path: Path) -> Path:
+def folder(server: RealServer, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.py").write_text(example("python", "def embedding", server, llama))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rows", raising=False)
     return tmp_path
 
 
 def test_curl(server: RealServer, llama: Path, folder: Path) -> None:
-    out = run(["bash", "-c", example("sh", "/v1/completions", server, llama)], folder)
-    answer = json.loads(out)["choices"][0]["text"]
-    assert answer == reference(llama, "What is the", " capital of France", "?")
+    command = ["bash", "-c", example("sh", "/v1/completions", server, llama)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["choices"][0]["text"] == reference(llama, "What is the", " capital of France", "?")
 
 
 def test_openai_client(server: RealServer, llama: Path, folder: Path) -> None:
-    source = example("python", "client.completions", server, llama)
-    out = run([sys.executable, "-c", source], folder)
+    out = run_here(example("python", "client.completions", server, llama), folder)
     assert out == reference(llama, "What is the", " capital of France", "?") + "\n"
 
 
 def test_chat(server: RealServer, llama: Path, folder: Path) -> None:
-    out = run([sys.executable, "-c", example("python", "client.chat", server, llama)], folder)
+    out = run_here(example("python", "client.chat", server, llama), folder)
     before, after = "<bos><turn>user\nWhat is the", "?<eos>\n<turn>assistant\n"
     assert out == reference(llama, before, " capital of France", after) + "\n"

@@ -112,7 +112,15 @@ def test_prompts_and_messages_have_typed_parts(document: dict[str, Any]) -> None
     prompt = Draft202012Validator(schemas["CompletionRequest"]["properties"]["prompt"])
     for valid in ("a", ["a"], [5], [[5]], [text], [ids, rows, text], [[text], [5], [rows]], None):
         prompt.validate(valid)
-    for invalid in ([{}], [{"type": "text"}], [{"type": "prompt_embeds", "id": "a"}], [text, "a"], [{"type": "x"}], 5):
+    wrong: list[Any] = [
+        [{}],
+        [{"type": "text"}],
+        [{"type": "prompt_embeds", "id": "a"}],
+        [text, "a"],
+        [{"type": "x"}],
+        5,
+    ]
+    for invalid in wrong:
         assert not prompt.is_valid(invalid)
     messages = Draft202012Validator(schemas["ChatRequest"]["properties"]["messages"])
     messages.validate([{"role": "user", "content": [text, rows, text]}])
