@@ -17,7 +17,7 @@ from server.chat_parts import PartsRules
 from server.conversation import parse_messages
 from server.embedding_markers import EmbeddingMarkers
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.inputs import ListedIds, Prompt, decode_parts, encode_parts, encode_prompt
+from server.inputs import ListedIds, Prompt, check_length, decode_parts, encode_parts, encode_prompt
 from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
@@ -160,6 +160,7 @@ async def chat_prompt(text: str, embeddings: EmbeddingMarkers, request: ChatRequ
         raise InvalidRequest(
             "truncate_prompt_tokens does not go with prompt_embeds parts.", param="truncate_prompt_tokens"
         )
+    check_length(text, services, "messages", spare_chars=embeddings.num_chars)
     parts = embeddings.split(text)
     add_special = bool(request.add_special_tokens)
     encoded = await encode_parts(parts, services, add_special_tokens=add_special, param="messages")

@@ -35,6 +35,11 @@ class EmbeddingMarkers:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    @property
+    def num_chars(self) -> int:
+        """Of all markers together, at most."""
+        return len(self._parts) * (len(self._secret) + len(f"rn{MAX_PARTS}z"))
+
     def mark(self, part: Mapping[str, Any], where: str) -> str:
         """The text that stands for this part until `split`. Raises InvalidRequest, or UnsupportedParameter."""
         if len(self._parts) == MAX_PARTS:

@@ -82,7 +82,8 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         raise InvalidRequest(f"A request can have at most {MAX_CHOICES} choices (prompts times {param}).", param=param)
     if embeddings and not services.enable_prompt_embeds:
         raise InvalidRequest("This server takes no prompt_embeds.", param="prompt_embeds")
-    mixed = _mixed_prompts(texts_or_ids, services)
+    is_batch = texts_or_ids is request.prompt
+    mixed = _mixed_prompts(texts_or_ids, services, is_batch=is_batch)
     has_rows = bool(embeddings) or any(isinstance(part, EmbeddingPart) for parts in mixed.values() for part in parts)
     if has_rows and request.echo:
         raise InvalidRequest("echo is not possible with prompt_embeds: they have no text.", param="echo")
@@ -131,7 +132,7 @@ def _as_prompts(value: Any) -> list[str] | list[list[Any]]:
     )
 
 
-def _mixed_prompts(prompts: Sequence[str | list[Any]], services: Services) -> dict[int, list[Part]]:
+def _mixed_prompts(prompts: Sequence[str | list[Any]], services: Services, *, is_batch: bool) -> dict[int, list[Part]]:
     """The parts of those prompts that are lists of parts, by their index. Raises InvalidRequest."""
     mixed = {
         index: each for index, each in enumerate(prompts) if isinstance(each, list) and each and type(each[0]) is dict
@@ -140,7 +141,7 @@ def _mixed_prompts(prompts: Sequence[str | list[Any]], services: Services) -> di
         raise InvalidRequest(f"A request can have at most {MAX_PARTS} parts.", param="prompt")
     take = services.enable_prompt_embeds
     return {
-        index: parse_parts(each, "prompt" if len(prompts) == 1 else f"prompt[{index}]", take_embeddings=take)
+        index: parse_parts(each, f"prompt[{index}]" if is_batch else "prompt", take_embeddings=take)
         for index, each in mixed.items()
     }
 
@@ -224,16 +225,21 @@ async def _from_text_or_ids(
 async def encode_prompt(
     text: str, services: Services, *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
 ) -> list[int]:
-    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long, one that would be
-    truncated included: a hundred megabytes must not be tokenised for a few words of them."""
+    """Raises ContextLengthExceeded as `check_length` does, for a text that would be truncated, too."""
+    check_length(text, services, param)
+    return await services.tokenizer.encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
+
+
+def check_length(text: str, services: Services, param: str, *, spare_chars: int = 0) -> None:
+    """Raises ContextLengthExceeded for a text that need not be tokenised to see that it is too long: a hundred
+    megabytes must not be tokenised for a few words of them. `spare_chars`: so many of it are not going to be text."""
     limit = services.model.max_model_len
-    if services.tokenizer.is_longer_than(text, limit):
+    if services.tokenizer.is_longer_than(text, limit + spare_chars):  # a token has one character at least
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens. However, your {param} has {len(text)} characters,"
             f" which is more. Please reduce the length of the {param}.",
             param=param,
         )
-    return await services.tokenizer.encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
 
 def check_token_ids(value: list[Any], vocab_size: int, param: str) -> None:

@@ -146,7 +146,7 @@ def test_parts_next_to_each_other_and_at_the_ends() -> None:
     ],
 )
 def test_templates_that_do_not_leave_a_part_alone(template: str) -> None:
-    client = Api(services(FakeEngine(say("")), chat_template=ChatTemplate(tokenizer(), template)))
+    client = Api(services(FakeEngine(say("")), model=LONG, chat_template=ChatTemplate(tokenizer(), template)))
     for route in (ROUTE, f"{ROUTE}/render"):
         response = client.post(route, {"messages": [user(rows(1))]})
         assert response.status_code == 400, response.text
@@ -190,6 +190,19 @@ def test_what_does_not_go_with_embeddings() -> None:
     without = Api(services(FakeEngine(say("")), enable_prompt_embeds=False))
     assert without.post(ROUTE, {"messages": messages}).json()["error"]["param"] == "messages[0].content[0]"
     assert without.post(ROUTE, {"messages": [user(text("x"))]}).status_code == 200
+
+
+def test_a_text_without_end_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor tokenised, whatever the markers add to it."""
+
+    def split(*_: Any) -> None:
+        raise AssertionError("split")
+
+    client = Api(services(FakeEngine(say("")), model=msgspec.structs.replace(MODEL, max_model_len=64)))
+    assert client.post(ROUTE, {"messages": [user(*[rows(1)] * 30)]}).status_code == 200
+    monkeypatch.setattr(EmbeddingMarkers, "split", split)
+    error = client.post(ROUTE, {"messages": [user(rows(1), text("x" * 10**6))]}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
 def test_the_number_of_parts_is_limited() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from openai.types import Completion
+from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
 from runner.messages import EMBEDDING_ID, Span
@@ -16,7 +17,7 @@ from server.prompt import PromptRows
 from server.segments import MAX_PARTS
 from server.tokenizer import Tokenizer
 from tests.models import BOS, BOS_ID, EOS, EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
-from tests.server.fakes import MODEL, Api, FakeEngine, Submitted, api, ids_of, say, services
+from tests.server.fakes import MODEL, Api, FakeEngine, Line, Submitted, api, ids_of, say, services
 from tests.server.test_completions import complete, embedding
 
 ROUTE = "/v1/completions"
@@ -189,6 +190,7 @@ BAD: list[tuple[Any, str, str]] = [
     ([[ids(5)], [ids(5), ids(VOCAB_SIZE)]], "prompt[1][1].token_ids", "invalid_value"),
     ([[ids(5)], [rows(1), {"type": "prompt_embeds", "data": "AAAA"}]], "prompt[1][1].data", "invalid_value"),
     (text("x"), "prompt", "invalid_value"),
+    ([[text("x"), {"type": "prompt_embeds"}]], "prompt[0][1].data", "invalid_value"),
     ([text("")] * (MAX_PARTS + 1), "prompt", "invalid_value"),
     ([[text("x")] * 4] * 1024 + [[ids(5)]], "prompt", "invalid_value"),
     ([[text("x")] * (MAX_PARTS // 2), [text("x")] * (MAX_PARTS // 2 + 1)], "prompt", "invalid_value"),
@@ -239,3 +241,17 @@ def test_nothing_is_decoded_before_the_cheap_parts_are_right(monkeypatch: pytest
     client = Api(services(FakeEngine(say(""))))
     for last in (ids(VOCAB_SIZE), ids(*[5] * 128), text(" x" * 200), {"type": "text"}):
         assert client.post(ROUTE, {"prompt": [[rows(1)], [rows(1), last]]}).status_code == 400
+
+
+def test_an_answer_begins_as_behind_the_last_ids() -> None:
+    """Tokenizers whose tokens are not bytes have to know what stood before: with nothing, there is no space."""
+    own = build_tokenizer()
+    own.backend_tokenizer.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(own)
+    assert not tokenizer.vocabulary.is_exact
+    word = ids_of("What")[0]
+    texts = []
+    for prompt in ([5], [rows(2), ids(5)], [ids(5), rows(2)]):
+        client = Api(services(FakeEngine(lambda _prompt, _choice: Line([word, EOS_ID])), tokenizer=tokenizer))
+        texts.append(client.post(ROUTE, {"prompt": prompt}).json()["choices"][0]["text"])
+    assert texts[0] == texts[1] == " " + texts[2]
