@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, RepetitionPenaltyLogitsProcessor
 
 from tests.integration.real_server import RealServer, as_npy, as_safetensors, as_torch_file
 from tests.integration.test_answers import greedy, reference
@@ -67,8 +68,9 @@ def test_random_cuts_answer_like_the_whole(
     """One at a time, and all in one batch."""
     server: RealServer = request.getfixturevalue("server" if family == "llama" else "gemma3")
     path, rng = tiny_model(family), random.Random(family)
-    texts = clear_texts(path, 8, rng)
-    prompts = [cut(path, ids, rng, cuts) for cuts, ids in enumerate(texts)]
+    texts = clear_texts(path, 7, rng)
+    # From not at all to at every place, where each part is one row.
+    prompts = [cut(path, ids, rng, len(ids) - 1 if ids is texts[-1] else cuts) for cuts, ids in enumerate(texts)]
     assert {part["type"] for parts in prompts for part in parts} == {"text", "token_ids", "prompt_embeds"}
     expected = [hf_generate(path, ids, TOKENS) for ids in texts]
     options = {"max_tokens": TOKENS, "return_token_ids": True}
@@ -120,6 +122,28 @@ def test_prompt_logprobs_are_those_of_the_ids(server: RealServer, llama: Path) -
         if parts["prompt_logprobs"][at] is not None:
             found, wanted = (each["prompt_logprobs"][at][str(token)]["logprob"] for each in (parts, whole))
             assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_penalties_count_the_tokens_among_the_rows(server: RealServer, llama: Path) -> None:
+    """Neither all of the prompt nor nothing of it."""
+    ids = clear_texts(llama, 1, random.Random(7))[0][:24]
+    tokens = ids[:8] + ids[16:]
+    rows = {"type": "prompt_embeds", "data": as_npy(embed(llama, ids[8:16]))}
+    mixed = [{"type": "token_ids", "token_ids": ids[:8]}, rows, {"type": "token_ids", "token_ids": ids[16:]}]
+    processor = RepetitionPenaltyLogitsProcessor(0.25)  # below 1, so that a token of the prompt comes up
+
+    def penalised(counted: list[int]) -> list[int]:
+        made: list[int] = []
+        while len(made) < TOKENS:
+            scores = hf_logits(llama, ids + made)[-1:]
+            made.append(int(processor(torch.tensor([counted + made]), scores).argmax()))
+        return made
+
+    body = greedy(prompt=mixed, repetition_penalty=0.25, max_tokens=TOKENS, return_token_ids=True)
+    with server.client() as client:
+        found = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    assert found == penalised(tokens)
+    assert found not in (penalised(ids), penalised([ids[-1]]))
 
 
 def test_chat(server: RealServer, llama: Path) -> None:
