@@ -85,9 +85,17 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_plain(self) -> bool:
         """Nothing but a temperature: one kernel samples it, whatever else is in the batch."""
-        penalised = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-        filtered = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        return not (penalised or filtered or self.edits_logits or self.grammar or self.logprobs is not None)
+        asks = self.penalises or self.filters or self.edits_logits or self.grammar
+        return not (asks or self.logprobs is not None)
+
+    @property
+    def penalises(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def filters(self) -> bool:
+        """Tokens may be ruled out by the distribution. (Greedy takes the best one, which no filter removes.)"""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def edits_logits(self) -> bool:

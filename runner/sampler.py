@@ -33,12 +33,7 @@ class Asks:
 
     @staticmethod
     def of(params: SamplingParams) -> Asks:
-        penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
-        filtered = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
-        return Asks(penalised, filtered)
-
-    def __or__(self, other: Asks) -> Asks:
-        return Asks(self.penalties or other.penalties, self.filters or other.filters)
+        return Asks(params.penalises, params.filters)
 
 
 @dataclass

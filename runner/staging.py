@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runner.kernels.admit import HEADER
 from runner.kernels.prepare import NEW_BLOCKS, SLOTS, STARTS
 from runner.model import Model
-from runner.sampler import pack
+from runner.sampling_state import pack
 from runner.step import Admission, Step
 from runner.stream import Event
 

@@ -14,6 +14,14 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 
 @triton.jit
+def activated(gate, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu, or gelu_tanh, of fp32 values: x * sigmoid(x), and 0.5 x (1 + tanh(y)) = x * sigmoid(2 y). An infinite
+    exponential gives the right limit."""
+    inner = gate if SILU else 2 * _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1 + tl.exp2(-inner * _LOG2_E))
+
+
+@triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     row_stride,
@@ -32,11 +40,10 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     start = gate_up + row * row_stride
     gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + INTERMEDIATE + column, mask=inside, other=0.0).to(tl.float32)
-    # x * sigmoid(x), and 0.5 x (1 + tanh(y)) = x * sigmoid(2 y): an infinite exponential gives the right limit.
-    inner = gate if SILU else 2 * _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-    active = gate / (1 + tl.exp2(-inner * _LOG2_E))
     dtype = out.dtype.element_ty
-    tl.store(out + row * INTERMEDIATE + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+    tl.store(
+        out + row * INTERMEDIATE + column, (activated(gate, SILU).to(dtype).to(tl.float32) * up).to(dtype), mask=inside
+    )
 
 
 def gated_triton(gate_up: Tensor, activation: Activation) -> Tensor:

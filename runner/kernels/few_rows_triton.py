@@ -11,9 +11,7 @@ from torch import Tensor
 
 from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.activation import Activation
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+from runner.kernels.activation_triton import activated
 
 
 @triton.jit
@@ -50,9 +48,7 @@ def _store_row(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             other += tl.load(bias + num_outputs + n, mask=here, other=0.0).to(tl.float32)
         gate = result.to(dtype).to(tl.float32)
-        # As in `activation_triton`: an infinite exponential gives the right limit.
-        inner = gate if SILU else 2 * _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-        result = (gate / (1 + tl.exp2(-inner * _LOG2_E))).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
+        result = activated(gate, SILU).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
     tl.store(out + n, result.to(dtype), mask=here)
 
 

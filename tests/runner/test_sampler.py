@@ -61,9 +61,7 @@ def sample_one_each(
     logits: Tensor, requests: list[SamplingParams], slots: SlotState, edits: LogitEdits | None = None
 ) -> list[int]:
     """Request i is entry i and has slot i."""
-    asks = Asks()
-    for request in requests:
-        asks |= Asks.of(request)
+    asks = Asks(any(request.penalises for request in requests), any(request.filters for request in requests))
     slot = torch.arange(len(requests))
     tokens = sample(logits.clone(), slot, slots, make_state(requests), asks, edits)
     return [int(token) for token in tokens]
@@ -89,11 +87,6 @@ def sample_one_each(
 )
 def test_a_stage_runs_only_for_those_who_ask(asks: dict[str, Any], penalties: bool, filters: bool) -> None:
     assert Asks.of(params(**asks)) == Asks(penalties, filters)
-
-
-def test_a_step_asks_for_what_any_entry_does() -> None:
-    assert Asks(True, False) | Asks(False, True) == Asks(True, True)
-    assert Asks() | Asks() == Asks()
 
 
 # --- filters --------------------------------------------------------------------------------------------------------
