@@ -2,8 +2,9 @@
 
 Built by `runner.fusion` from a loaded transformers model, called by `runner.model`. On a GPU a layer is nine or ten
 launches: norm, merged q/k/v, rope with cache write, attention (one or two), output projection, norm, merged gate and
-up, activation, down projection; for a row or two norms and activation go into the projections (`kernels.few_rows`).
-Nothing waits for the device or depends on its data, so a step can be captured.
+up, activation, down projection. For a row or two norms and activation go into the projections (`kernels.few_rows`); up
+to 64 rows the activation does, and projections leave partial sums to what follows them (`kernels.split_k`). Nothing
+waits for the device or depends on its data, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from runner.attention.backend import AttentionBatch
-from runner.kernels import few_rows
+from runner.kernels import few_rows, split_k
 from runner.kernels.activation import Activation, gated
 from runner.kernels.few_rows import few_rows_linear
 from runner.kernels.rms_norm import add_rms_norm, rms_norm
 from runner.kernels.rope import HeadNorm, RopeTable, rope_and_write
+from runner.kernels.split_k import gated_linear, split_k_linear
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,18 @@ class DecoderLayer(nn.Module):
         """(what attention adds to the residual stream, the stream before it), [T, hidden] each.
 
         Args:
-            x, residual: [T, hidden]; the stream is their sum, or x alone.
+            x, residual: [T, hidden]; the stream is their sum, or x alone. What is added, x here and in the result, may
+                be partial sums ([parts, T, hidden], see `kernels.split_k`).
         """
         qkv, stream = _normed_linear(x, residual, self.input_norm, self.qkv)
         sizes = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = torch.split(qkv.view(len(x), -1, self.head_dim), sizes, dim=1)
+        query, key, value = torch.split(qkv.unflatten(-1, (-1, self.head_dim)), sizes, dim=-2)
         keys, values = batch.key_caches[self.index], batch.value_caches[self.index]
         query = rope_and_write(query, key, value, table, positions, keys, values, batch.cache_index, self.head_norm)
         out = batch.backend.attend(
             query, keys, values, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
-        rows = _linear(out.view(len(x), -1), self.output)
+        rows = _linear(out.flatten(1), self.output)
         return (rows if self.attention_norm is None else self.attention_norm(rows)), stream
 
     def transform(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,18 +99,26 @@ class Decoder(nn.Module):
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    rows: Tensor = few_rows_linear(x, layer.weight, layer.bias)[0] if few_rows.takes(x, layer) else layer(x)
+    """[T, N], or partial sums of it."""
+    if few_rows.takes(x, layer):
+        return few_rows_linear(x, layer.weight, layer.bias)[0]
+    if split_k.takes(x, layer):
+        return split_k_linear(x, layer.weight, layer.bias)
+    rows: Tensor = layer(x)
     return rows
 
 
 def _normed_linear(x: Tensor, residual: Tensor | None, norm: Norm, layer: nn.Linear,
                    activation: Activation | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the layer of the norm of the sum, gated where an activation is given; the sum)"""
-    if few_rows.takes(x, layer):
+    if x.dim() == 2 and few_rows.takes(x, layer):
         return few_rows_linear(
             x, layer.weight, layer.bias, residual=residual, norm_weight=norm.weight, eps=norm.eps,
             unit_offset=norm.unit_offset, activation=activation,
         )  # fmt: skip
     normed, total = (norm(x), x) if residual is None else norm.after_adding(x, residual)
-    out: Tensor = layer(normed)
-    return (out if activation is None else gated(out, activation)), total
+    if activation is None:
+        return _linear(normed, layer), total
+    if split_k.takes(normed, layer):
+        return gated_linear(normed, layer.weight, layer.bias, activation), total
+    return gated(layer(normed), activation), total

@@ -105,10 +105,15 @@ class DeviceStep:
             self.rows.normal_()
             cache.fill_with_garbage()
 
+    @property
+    def padded_sizes(self) -> list[int]:
+        """Rows that steps with prompts are padded to, ascending."""
+        return [] if self._graphs is None else self._graphs.mixed_sizes
+
     def capture(self, progress: Callable[[str], None] = lambda stage: None) -> None:
         """On CUDA: captures the step's graphs. Nothing may be running; no slot is touched (the record is empty)."""
         self.upload.zero_()
-        graphs = StepGraphs(self.num_slots, len(self.rows), self.slots.token_ids.shape[1])
+        graphs = StepGraphs(self.num_slots, len(self.rows), self.slots.token_ids.shape[1], self.backend.short_seq_len)
         graphs.capture(self._forward_pass, self._choose, progress)
         self._graphs = graphs
         self._compile_the_rest()
@@ -213,13 +218,13 @@ class DeviceStep:
             longest = max(len(admission.sequence.token_ids) for admission in step.admissions)
             sampling, count = self.sampling, len(step.admissions)
             admit(self.upload, self._record.numel(), count, longest, self.slots, sampling.floats, sampling.ints)
+        size = StepSize(step.num_rows, step.num_entries, step.num_decodes, int(step.computed.max()))
         graph = None
         if self._graphs is not None and not step.prompt_scores:
-            graph = self._graphs.forward(step.num_rows, step.num_entries, step.num_decodes)
+            graph = self._graphs.forward(size)
         if graph is not None:
             graph.replay()
         else:
-            size = StepSize(step.num_rows, step.num_entries, step.num_decodes, int(step.computed.max()))
             hidden = self._forward_pass(size, step.starts.tolist(), step.computed.tolist())
             self._score_prompts(launched, hidden)
         if self.debug_checks:

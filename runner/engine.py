@@ -117,6 +117,7 @@ class Engine:
         engine = Engine(model, cache, backend, limits, config, emit, chunked_prefill_size=largest.chunk)
         if captured:
             engine.device.capture(progress)
+            engine.scheduler.padded_sizes = engine.device.padded_sizes
         if device.type == "cuda":
             _log_memory(device, weights, num_blocks * bytes_per_block(model.kv_shapes, config.block_size, model.dtype))
         return engine

@@ -12,6 +12,7 @@ first (it often frees some), so a preempted sequence never has a token on its wa
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 
 import numpy as np
@@ -21,6 +22,9 @@ from runner.blocks import BlockPool
 from runner.messages import FinishReason
 from runner.sequence import Key, Request, Sequence
 from runner.step import Admission, PromptScore, Step
+
+_SMALL_PADDING = 128
+"""Rows; a step's weights have to be read for few rows as for many."""
 
 
 class SlotTable:
@@ -92,6 +96,8 @@ class Scheduler:
         self.block_size = block_size
         self.budget = max_num_batched_tokens
         self.chunked_prefill_size = chunked_prefill_size or max_num_batched_tokens
+        self.padded_sizes: list[int] = []
+        """Rows that a step with prompts is padded to, ascending (`runner.step_graphs`); empty where none is."""
         self.max_admitted_rows = max_admitted_rows
         self.pool = BlockPool(num_blocks)
         self.table = SlotTable(num_slots, max_model_len, block_size)
@@ -160,11 +166,9 @@ class Scheduler:
             table.blocks[lacking, table.num_blocks[lacking]] = blocks
             table.num_blocks[lacking] += 1
 
-        budget = self.budget - len(decodes)
-        if len(decodes):
-            budget = min(budget, self.chunked_prefill_size)
-        chunks: list[tuple[int, int]] = []  # (slot, rows)
         prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
+        budget = self._prompt_budget(len(decodes), prefills)
+        chunks: list[tuple[int, int]] = []  # (slot, rows)
         for slot in prefills[np.argsort(table.admission[prefills])].tolist():
             budget = self._take_chunk(chunks, slot, budget)
         admissions: list[Admission] = []
@@ -183,6 +187,29 @@ class Scheduler:
         counts = np.ones(len(slots), np.int32)
         counts[num_decodes:] = [rows for _, rows in chunks]
         return self._launch(slots, counts, new_blocks[slots], num_decodes, admissions)
+
+    def _prompt_budget(self, num_decodes: int, prefills: NDArray[np.intp]) -> int:
+        """Prompt rows that the next step may have: such that little of it is padding."""
+        budget = self.budget - num_decodes
+        if num_decodes:
+            budget = min(budget, self.chunked_prefill_size)
+        if not self.padded_sizes:
+            return budget
+        wanted = int((self.table.length[prefills] - self.table.computed[prefills]).sum())
+        for sequence, _ in zip(self.waiting, self.table.free, strict=False):
+            if wanted >= budget:
+                break
+            wanted += len(sequence.token_ids)
+        rows = num_decodes + min(wanted, budget)
+        index = bisect.bisect_left(self.padded_sizes, rows)
+        if index in (0, len(self.padded_sizes)) or self.padded_sizes[index] == rows:
+            return budget
+        below, padded = self.padded_sizes[index - 1 : index + 1]
+        # Where more is waiting anyway, the next step takes what this one leaves; else it is worth a step of its own
+        # only if that saves much.
+        cut = wanted > budget or padded - rows > max(rows // 8, _SMALL_PADDING)
+        # But never so much that prompts hardly get on.
+        return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
 
     def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int) -> int:
         rows = min(int(self.table.length[slot] - self.table.computed[slot]), budget)

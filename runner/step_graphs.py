@@ -43,15 +43,23 @@ class StepSize:
 
 
 class StepGraphs:
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, short_seq_len: int) -> None:
+        """`short_seq_len`: the attention's; steps without a longer sequence have graphs of their own."""
+        self._seq_lens = [*({short_seq_len} if short_seq_len < max_model_len else ()), max_model_len]
         self._sizes = [*(size for size in _DECODE_SIZES if size < max_num_seqs), max_num_seqs]
         self._sampling: dict[tuple[int, Asks], torch.cuda.CUDAGraph] = {}
-        self._decode: dict[int, torch.cuda.CUDAGraph] = {}
+        self._decode: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """By entries and the longest sequence."""
         self._entries = [*(size for size in _MIXED_ENTRIES if size < max_num_seqs), max_num_seqs]
         self._rows = [size for size in _MIXED_ROWS if size <= max_num_batched_tokens]
-        self._mixed: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._mixed: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        """By entries, rows and the longest sequence."""
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """Rows that mixed steps are padded to, ascending."""
+        return sorted({rows for _, rows, _ in self._mixed})
 
     def capture(self, forward: Callable[[StepSize], object], sample: Callable[[int, Asks], object],
                 progress: Callable[[str], None]) -> None:  # fmt: skip
@@ -65,10 +73,14 @@ class StepGraphs:
             for rows in reversed(self._rows):
                 if rows <= fewer or (rows > _MANY_ROWS and entries < self._entries[-1]):
                     continue
-                size = StepSize(rows, entries, entries - 1, self._max_model_len)
-                works.append((self._mixed, (entries, rows), partial(forward, size)))
+                for seq_len in reversed(self._seq_lens):
+                    size = StepSize(rows, entries, entries - 1, seq_len)
+                    works.append((self._mixed, (entries, rows, seq_len), partial(forward, size)))
         for n in reversed(self._sizes):
-            works.append((self._decode, n, partial(forward, StepSize(n, n, n, self._max_model_len))))
+            works += [
+                (self._decode, (n, length), partial(forward, StepSize(n, n, n, length)))
+                for length in reversed(self._seq_lens)
+            ]
             works += [(self._sampling, (n, asks), partial(sample, n, asks)) for asks in _SAMPLING_ASKS]
         for done, (graphs, key, work) in enumerate(works, 1):
             graph = self._captured(work)
@@ -95,12 +107,14 @@ class StepGraphs:
             return None
         return graph
 
-    def forward(self, rows: int, entries: int, decodes: int) -> torch.cuda.CUDAGraph | None:
+    def forward(self, size: StepSize) -> torch.cuda.CUDAGraph | None:
         """The graph that serves a step's forward, if there is one."""
-        if decodes == entries:
-            return self._decode.get(_fitting(self._sizes, entries))
-        rows = _fitting(self._rows, rows)
-        return self._mixed.get((self._entries[-1] if rows > _MANY_ROWS else _fitting(self._entries, entries), rows))
+        seq_len = _fitting(self._seq_lens, size.max_seq_len)
+        if size.decodes == size.entries:
+            return self._decode.get((_fitting(self._sizes, size.entries), seq_len))
+        rows = _fitting(self._rows, size.rows)
+        entries = self._entries[-1] if rows > _MANY_ROWS else _fitting(self._entries, size.entries)
+        return self._mixed.get((entries, rows, seq_len))
 
     def sampling(self, entries: int, asks: Asks) -> torch.cuda.CUDAGraph | None:
         return self._sampling.get((_fitting(self._sizes, entries), asks))

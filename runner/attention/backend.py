@@ -23,6 +23,8 @@ no mask at all, where a registered one would look for packed sequences with a de
 class AttentionBackend(Protocol):
     capturable: bool
     """Its launches depend on the batch's static sizes alone, so that a CUDA graph of them serves any schedule."""
+    short_seq_len: int
+    """Where no sequence is longer, launches that leave no room for longer ones are cheaper."""
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip

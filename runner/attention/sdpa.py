@@ -43,6 +43,7 @@ class SdpaAttention:
     """Decodes go through one padded SDPA call, every prefill chunk through one of its own."""
 
     capturable = False  # shapes are cut to the sequences' lengths, by the host
+    short_seq_len = 0
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip

@@ -44,6 +44,7 @@ class TritonAttention:
     """`AttentionBackend` for CUDA. Tiles are chosen by head size and dtype; give them to measure others."""
 
     capturable = True
+    short_seq_len = _LONG_SPLIT
 
     def __init__(self, decode_tiles: Tiles | None = None, prefill_tiles: Tiles | None = None) -> None:
         self._decode_tiles = decode_tiles

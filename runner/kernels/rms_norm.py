@@ -15,10 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
     before it (Gemma's, `unit_offset`).
 
     Args:
-        x: [T, hidden], rows of any stride. weight: [hidden], of the same dtype and device.
+        x: [T, hidden], rows of any stride; on CUDA also the partial sums of `kernels.split_k`, [parts, T, hidden]
+            float32, which are added up and rounded first.
+        weight: [hidden], of the rows' dtype and device.
 
     Returns:
-        [T, hidden], of x's dtype.
+        [T, hidden], of the weight's dtype.
     """
     if x.is_cuda:
         from runner.kernels.rms_norm_triton import rms_norm_triton
@@ -36,7 +38,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                  unit_offset: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(rms_norm(s), s) for s = x + residual in x's dtype: what a decoder layer does between attention and MLP, and
-    between two layers. `residual`: like x."""
+    between two layers. `x`, `residual`: as `rms_norm` takes them, the residual never in parts."""
     if x.is_cuda:
         from runner.kernels.rms_norm_triton import add_rms_norm_triton
 

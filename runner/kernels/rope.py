@@ -39,7 +39,8 @@ def rope_and_write(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, 
     """Row cache_index[t] of the caches becomes row t's rotated key and its value; the rotated queries are returned.
 
     Args:
-        query: [T, num_heads, head_dim]. key, value: [T, num_kv_heads, head_dim]. Strided as they come.
+        query: [T, num_heads, head_dim]. key, value: [T, num_kv_heads, head_dim]. Strided as they come. On CUDA also
+            the partial sums of `kernels.split_k`, [parts, T, …] float32 views of one tensor.
         positions: [T] int64, below the table's length.
         key_cache, value_cache, cache_index: see `cache_write.write_kv`.
         norm: of queries and keys before their rotation.

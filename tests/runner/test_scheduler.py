@@ -97,6 +97,37 @@ def test_prompts_take_smaller_chunks_while_others_decode() -> None:
     engine.assert_empty()
 
 
+@pytest.mark.parametrize(
+    "sizes, waiting, expected",
+    [
+        ([], 20, 9),
+        ([4, 8, 16], 20, 7),  # more is waiting than the step may have: it fills the size below
+        ([4, 8, 16], 7, 7),
+        ([4, 8, 10, 16], 20, 9),
+        ([4, 8, 11, 16], 8, 8),  # two rows of padding cost less than a step more
+        ([4, 8, 16], 8, 7),  # seven rows of padding do not
+        ([2, 16], 20, 9),  # one row of a prompt a step would get it nowhere
+        ([16], 20, 9),
+        ([2, 4], 20, 9),
+    ],
+)
+def test_a_step_fills_a_size_that_it_would_be_padded_to(
+    sizes: list[int], waiting: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.scheduler._SMALL_PADDING", 2)
+    engine = ToyEngine(max_num_batched_tokens=32, chunked_prefill_size=9)
+    engine.add(make_request(0, prompt(3), 20))
+    assert entries_of(engine) == [(0, 3)]
+    engine.retire()
+    engine.scheduler.padded_sizes = sizes
+    engine.add(make_request(1, prompt(waiting, 1), 2))
+    assert entries_of(engine) == [(0, 1), (1, expected)]
+    engine.retire()
+    engine.run()
+    assert engine.tokens[1, 0] == answer(prompt(waiting, 1), 2)
+    engine.assert_empty()
+
+
 def test_the_budget_has_a_row_for_every_slot() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is too small"):
         ToyEngine(num_slots=5, max_num_batched_tokens=4)

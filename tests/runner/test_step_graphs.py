@@ -65,28 +65,34 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def captured(cuda: FakeCuda, max_num_seqs: int, max_rows: int, progress: Callable[[str], None] = print) -> StepGraphs:
-    graphs = StepGraphs(max_num_seqs, max_rows, 1000)
+    graphs = StepGraphs(max_num_seqs, max_rows, 1000, 300)
     graphs.capture(cuda.work, cuda.work, progress)
     return graphs
+
+
+def decode(entries: int) -> StepSize:
+    return StepSize(entries, entries, entries, 1000)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_rows"), SIZES)
 def test_every_step_fits_the_graph_that_serves_it(cuda: FakeCuda, max_num_seqs: int, max_rows: int) -> None:
     graphs = captured(cuda, max_num_seqs, max_rows)
-    for entries in range(1, max_num_seqs + 1):
-        size: StepSize = graphs.forward(entries, entries, entries).size  # type: ignore[union-attr]
+    for entries, seq_len in itertools.product(range(1, max_num_seqs + 1), (1, 300, 301, 1000)):
+        size: StepSize = graphs.forward(StepSize(entries, entries, entries, seq_len)).size  # type: ignore[union-attr]
         assert size.rows == size.entries == size.decodes
         assert entries <= size.entries <= max_num_seqs
         assert size.entries < 2 * entries or size.entries <= 4
-        assert size.max_seq_len == 1000
+        assert size.max_seq_len == (300 if seq_len <= 300 else 1000)
     largest = max(
         (size.rows for size in cuda.captured if isinstance(size, StepSize) and size.decodes < size.rows), default=0
     )
-    for entries, rows in itertools.product((1, 2, 31, 32, 33, 96, 97, max_num_seqs), range(2, max_rows + 1, 7)):
+    for entries, rows, seq_len in itertools.product(
+        (1, 2, 31, 32, 33, 96, 97, max_num_seqs), range(2, max_rows + 1, 7), (300, 301)
+    ):
         # Mixed: at least one entry has more rows than one.
         if entries > max_num_seqs or rows <= entries:
             continue
-        graph: Any = graphs.forward(rows, entries, entries - 1)
+        graph: Any = graphs.forward(StepSize(rows, entries, entries - 1, seq_len))
         if rows > largest:
             assert graph is None
             continue
@@ -94,7 +100,15 @@ def test_every_step_fits_the_graph_that_serves_it(cuda: FakeCuda, max_num_seqs: 
         assert rows <= size.rows <= max_rows and entries <= size.entries <= max_num_seqs
         # The attention kernels look for decodes among the first `decodes`: the last entry of a mixed step is none.
         assert entries - 1 <= size.decodes == size.entries - 1
-        assert size.max_seq_len == 1000
+        assert size.max_seq_len == (300 if seq_len == 300 else 1000)
+
+
+def test_no_sequence_is_longer_than_short(cuda: FakeCuda) -> None:
+    graphs = StepGraphs(8, 64, 1000, 1000)
+    graphs.capture(cuda.work, cuda.work, print)
+    sizes = [size for size in cuda.captured if isinstance(size, StepSize)]
+    assert {size.max_seq_len for size in sizes} == {1000} and len(sizes) == len(set(sizes))
+    assert graphs.forward(StepSize(3, 3, 3, 7)).size == StepSize(4, 4, 4, 1000)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_rows"), SIZES)
@@ -111,10 +125,11 @@ def test_no_graph_is_captured_twice_or_for_nothing(cuda: FakeCuda) -> None:
     stages: list[str] = []
     graphs = captured(cuda, 256, 8192, stages.append)
     assert len(cuda.captured) == len(set(cuda.captured)) == len(stages)
-    served = {graphs.forward(n, n, n).size for n in range(1, 257)}  # type: ignore[union-attr]
-    for entries, rows in itertools.product(range(1, 257), range(2, 8193, 2)):
-        if rows > entries:
-            served.add(graphs.forward(rows, entries, entries - 1).size)  # type: ignore[union-attr]
+    served: set[Any] = set()
+    for entries, seq_len in itertools.product(range(1, 257), (300, 1000)):
+        served.add(graphs.forward(StepSize(entries, entries, entries, seq_len)).size)  # type: ignore[union-attr]
+        for rows in range(entries + 1, 8193, 3):
+            served.add(graphs.forward(StepSize(rows, entries, entries - 1, seq_len)).size)  # type: ignore[union-attr]
     assert served == {size for size in cuda.captured if isinstance(size, StepSize)}
 
 
@@ -134,10 +149,11 @@ def test_a_capture_that_fails_costs_its_own_size_only(cuda: FakeCuda, caplog: py
     assert cuda.stream == "main"
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "rows=8" in caplog.text and "(4, Asks(" in caplog.text
-    assert graphs.forward(8, 8, 8) is None and graphs.forward(5, 5, 5) is None
+    assert graphs.forward(decode(8)) is None and graphs.forward(decode(5)) is None
+    assert graphs.forward(StepSize(8, 8, 8, 300)) is not None
     assert graphs.sampling(3, Asks()) is None
-    assert all(graphs.forward(n, n, n) is not None for n in (1, 2, 4))
-    assert all(graphs.forward(rows, n, n - 1) is not None for rows in (16, 64) for n in (1, 8))
+    assert all(graphs.forward(decode(n)) is not None for n in (1, 2, 4))
+    assert all(graphs.forward(StepSize(rows, n, n - 1, 1000)) is not None for rows in (16, 64) for n in (1, 8))
     assert all(graphs.sampling(n, Asks(filters=True)) is not None for n in (1, 4, 8))
     assert all(graphs.sampling(n, Asks()) is not None for n in (2, 5, 8))
 
@@ -149,4 +165,4 @@ def test_out_of_memory_is_not_survived(cuda: FakeCuda, caplog: pytest.LogCapture
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError):
-        StepGraphs(8, 64, 1000).capture(work, work, print)
+        StepGraphs(8, 64, 1000, 300).capture(work, work, print)

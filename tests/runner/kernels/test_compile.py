@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner.attention import triton_attention
-from runner.kernels import activation_triton, few_rows_triton, rope_triton
+from runner.kernels import activation_triton, few_rows_triton, rope_triton, split_k_triton
 from runner.kernels import rms_norm_triton as norms
 from runner.kernels._triton import HAS_TRITON
 from runner.kernels.activation_triton import gated_triton
@@ -30,6 +30,7 @@ from runner.kernels.prepare_triton import advance_slots_triton, prepare_inputs_t
 from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from runner.kernels.rope import RopeTable
 from runner.kernels.rope_triton import rope_and_write_triton
+from runner.kernels.split_k_triton import gated_linear_triton, split_k_linear_triton
 from runner.kernels.token_mask_triton import mask_logits_triton
 from tests.runner.kernels import (
     test_admit,
@@ -41,6 +42,7 @@ from tests.runner.kernels import (
     test_penalties,
     test_prepare,
     test_rope,
+    test_split_k,
 )
 from tests.runner.kernels.conftest import INTERPRETED
 
@@ -167,7 +169,7 @@ def test_the_sampler_compiles(dtype: torch.dtype, compiled: list[Any]) -> None:
 def test_kernels_that_start_early_wait_first(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched while the kernel before it still runs, a kernel may ask for weights, and for nothing else, until it has
     waited; and it has to wait on every path, since the kernel behind it counts on that."""
-    for module in (triton_attention, activation_triton, few_rows_triton, norms, rope_triton):
+    for module in (triton_attention, activation_triton, few_rows_triton, norms, rope_triton, split_k_triton):
         monkeypatch.setattr(module, "dependent_launch", lambda tensor: {"PDL": True, "launch_pdl": True})
     dtype, reads_weights = torch.bfloat16, []
     x, weight = torch.zeros(2, 1024, dtype=dtype), torch.zeros(1024, dtype=dtype)
@@ -175,6 +177,10 @@ def test_kernels_that_start_early_wait_first(compiled: list[Any], monkeypatch: p
     add_rms_norm_triton(x, x, weight, 1e-5, True)
     for case in test_few_rows.CASES:
         few_rows_linear_triton(*test_few_rows.make_args(case, dtype))
+    for split_case in test_split_k.CASES:
+        split_k_linear_triton(*test_split_k.make_args(split_case, dtype))
+    gated_linear_triton(*test_split_k.make_args(test_split_k.CASES[1], dtype), "silu")
+    rms_norm_triton(torch.zeros(2, 2, 1024), weight, 1e-5)
     reads_weights = list(compiled)
     gated_triton(x, "silu")
     (q, k, v, cos, sin, positions, keys, values, index), norm = test_rope.make_args(test_rope.CASES[0], dtype)
