@@ -30,6 +30,7 @@ from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
+from runner.step_stats import StepStats
 from runner.trial import load_checked, measure
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ Emit = Callable[[int, StepOutput], None]
 
 @dataclass
 class _Counters:
-    steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     accepted_row_bytes: int = 0
@@ -89,6 +89,7 @@ class Engine:
         self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
+        self._step_stats = StepStats()
         self.released_row_bytes = 0
         """Of prompt embeddings, since start. Only grows, and only on the engine's thread."""
         self.waited_seconds = 0.0
@@ -159,19 +160,24 @@ class Engine:
         return self.scheduler.has_work
 
     def stats(self) -> Stats:
-        scheduler, counters = self.scheduler, self._counters
+        scheduler, counters, steps = self.scheduler, self._counters, self._step_stats
         return Stats(
             running=scheduler.num_running,
             waiting=len(scheduler.waiting),
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks - 1,
-            steps=counters.steps,
+            steps=steps.steps,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             row_bytes=counters.accepted_row_bytes - self.released_row_bytes,
+            captured_steps=steps.captured,
+            step_seconds=steps.seconds.snapshot(),
+            step_rows=steps.rows.snapshot(),
+            step_sequences=steps.sequences.snapshot(),
+            waiting_rows=scheduler.waiting_rows,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -198,6 +204,7 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduled = self.scheduler.schedule()
         if step is not None:
+            self._step_stats.launched()
             launched = self.device.launch_forward(step)
             self._launched.append(launched)
             self._scheduled = None
@@ -257,7 +264,7 @@ class Engine:
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
         ended += complete + followed
-        self._count(step, len(entries))
+        self._count(launched, len(entries))
         strayed = {end.sequence for end in followed if end.reason == "error"}
         if strayed:  # by a token that may be none of the grammar's: nobody is told of it
             entries = entries[[step.sequences[entry] not in strayed for entry in entries.tolist()]]
@@ -302,15 +309,15 @@ class Engine:
 
     @staticmethod
     def _add_started(step: Step, output: Callable[[int], StepOutput]) -> None:
-        now = time.monotonic()
         for admission in step.admissions:
             sequence = admission.sequence
             if not sequence.started and not sequence.ended:
                 sequence.started = True
                 request = sequence.request
                 cached = min(admission.computed, request.prompt_len)
+                waited = admission.at - request.arrived
                 worker, number = request.key
-                output(worker).started.append(Started(number, sequence.choice, cached, now - request.arrived))
+                output(worker).started.append(Started(number, sequence.choice, cached, waited))
 
     @staticmethod
     def _add_prompt_logprobs(launched: Launched, output: Callable[[int], StepOutput]) -> None:
@@ -323,10 +330,10 @@ class Engine:
                 worker, number = sequence.request.key
                 output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
-    def _count(self, step: Step, sampled: int) -> None:
-        self._counters.steps += 1
+    def _count(self, launched: Launched, sampled: int) -> None:
+        self._step_stats.retired(launched.step, captured=launched.captured)
         self._counters.generated_tokens += sampled
-        self._counters.prompt_tokens += step.prompt_rows
+        self._counters.prompt_tokens += launched.step.prompt_rows
 
     @staticmethod
     def _logprobs_by_entry(launched: Launched) -> dict[int, TokenLogprobs]:

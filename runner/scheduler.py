@@ -137,6 +137,10 @@ class Scheduler:
         return len(self.table.sequences) - len(self.table.free)
 
     @property
+    def waiting_rows(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.waiting)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests) or self.num_in_flight > 0
 

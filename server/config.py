@@ -39,6 +39,8 @@ class ServerConfig:
     """Processes that answer HTTP."""
     shutdown_timeout: float = 30.0
     log_level: str = "info"
+    vllm_metrics: bool = False
+    """/metrics also has what vLLM measures under vLLM's names."""
 
     # How the model is presented.
     served_model_name: tuple[str, ...] = ()

@@ -12,6 +12,8 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -155,7 +157,7 @@ class EngineClient:
         if self._unaccepted_bytes and self._unaccepted_bytes + row_bytes > self._max_unaccepted_bytes:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
-        inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get())
+        inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
         message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority)
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
@@ -174,6 +176,8 @@ class EngineClient:
             raise
         finally:
             self._unaccepted_bytes -= row_bytes
+        self.metrics.embedding_rows.add(sum(span.length for span in prompt.spans))
+        self.metrics.embedding_bytes.add(row_bytes)
         return stream
 
     def abort(self, inbox: Inbox, choice: int) -> None:
@@ -188,10 +192,7 @@ class EngineClient:
         """For the streams: the request is over. Counted here and nowhere else."""
         if self._requests.pop(inbox.request, None) is None:
             return
-        self.metrics.finished[inbox.reason].add()
-        self.metrics.e2e_latency.observe(time.monotonic() - inbox.created)
-        if inbox.context is not None:
-            inbox.context.finish_reasons.append(inbox.reason)
+        inbox.measure_end(time.monotonic())
 
     def fail(self, message: str) -> None:
         """The runner is gone, or about to go: end every open request with EngineFailed, and every later one."""
@@ -278,7 +279,7 @@ class EngineClient:
             self._on_rejected(message)
         elif isinstance(message, Ready):
             self._answered = True
-            self.model = message.model
+            self.model = self.metrics.model = message.model
             self.last_heartbeat = time.monotonic()
             self._ready.set()
         elif isinstance(message, Loading):
@@ -314,13 +315,21 @@ class EngineClient:
             if (inbox := requests.get(entries.request)) is not None:
                 inbox.add_prompt_logprobs(entries)
         logprobs = step.logprobs or itertools.repeat(None)
+        before: list[float] = []
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):
             inbox = requests.get(request)
             if inbox is not None and not inbox.ended[choice]:
-                inbox.add_token(choice, token, entry, now)
-        self.metrics.generation_tokens.add(len(step.tokens))
+                before.append(inbox.add_token(choice, token, entry, now))
+        self._measure_tokens(before, now)
         for end in step.ends:
             if (inbox := requests.get(end.request)) is not None:
                 inbox.add_end(end)
                 if not inbox.open:
                     self.forget(inbox)
+
+    def _measure_tokens(self, before: Sequence[float], now: float) -> None:
+        """`before`: for each token, when the one before it came. Most of a step's had theirs in the same step."""
+        self.metrics.generation_tokens.add(len(before))
+        for last, times in Counter(before).items():
+            if last:
+                self.metrics.inter_token_latency.observe(now - last, times)

@@ -30,11 +30,17 @@ class RequestContext:
     """Which of the server's API keys it came with."""
     started: float = field(default_factory=time.monotonic)
     status: int = 0
+    error: str | None = None
+    """The code of the error that the client was told, in its answer or at the end of its stream."""
     complete: bool = False
     """Whether the whole answer was sent."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    """Until its prompts had slots: the longest wait of them."""
+    decode_seconds: float = 0.0
+    """Spent in decoding its embedding files."""
     first_token: float | None = None
     """Seconds from the request's arrival to its first token."""
     finish_reasons: list[str] = field(default_factory=list)
@@ -57,3 +63,11 @@ def release_body() -> None:
     context = current_request.get()
     if context is not None:
         context.release_body()
+
+
+def note_decoding(seconds: float) -> None:
+    """Called where an embedding file has been decoded, in a thread that works for the request (`asyncio.to_thread`
+    takes the context along); a request decodes one file at a time."""
+    context = current_request.get()
+    if context is not None:
+        context.decode_seconds += seconds

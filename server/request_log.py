@@ -65,6 +65,10 @@ class RequestLog:
         if scope["path"] in OPERATOR_PATHS and context.status in (200, 503):
             return  # Probes and scrapes come every few seconds and would drown the rest.
         self._metrics.count_response(context.status)
+        if context.error is not None:
+            self._metrics.count_error(context.error)
+        if context.decode_seconds:
+            self._metrics.embedding_decode_time.observe(context.decode_seconds)
         fields = [
             f"id={context.id}",
             f"route={getattr(scope.get('route'), 'path', 'unknown')}",

@@ -105,6 +105,11 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.log_level,
         help=_with_default("how much is logged; prompts never are", "info"),
     )
+    add(
+        "--vllm-metrics",
+        action="store_true",
+        help=_with_default("let /metrics have vLLM's names, too, for dashboards and scalers made for it", "off"),
+    )
 
 
 def _add_presentation(group: argparse._ArgumentGroup) -> None:

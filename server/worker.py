@@ -91,7 +91,14 @@ class Worker:
         config = self._config = spec.config
         self._created = spec.created
         self.engine = EngineClient(
-            Metrics(config.model_names[0], cells, spec.row, spec.process),
+            Metrics(
+                config.model_names[0],
+                cells,
+                spec.row,
+                spec.process,
+                as_vllm=config.vllm_metrics,
+                prefix_caching=config.enable_prefix_caching,
+            ),
             Path(spec.folder),
             spec.number,
             live_seconds=config.live_seconds,
@@ -195,6 +202,7 @@ class Worker:
             trust_request_template=config.trust_request_chat_template,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
+            on_compiled=self.engine.metrics.grammar_compile_time.observe,
         )
         return replace(services, created=self._created)
 
