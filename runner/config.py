@@ -14,6 +14,17 @@ AttentionBackendName = Literal["auto", "sdpa", "triton"]
 
 
 @dataclass(frozen=True)
+class ClientLimits:
+    """What one client (an API key of the server's) may have. None: as much as there is."""
+
+    concurrency: int | None = None
+    """Requests that wait or run."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Rows of prompts and tokens of answers."""
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     """None means that the runner chooses, by model and device (see `runner.limits`)."""
 
@@ -47,6 +58,10 @@ class RunnerConfig:
     trust_remote_code: bool = False
     max_queue: int = 1024
     """Requests accepted and waiting for a slot, at most; one more is rejected."""
+    max_queued_tokens: int | None = None
+    """Prompt rows of requests that wait for a slot, at most; one request more is rejected, unless it is alone."""
+    clients: tuple[ClientLimits, ...] = (ClientLimits(),)
+    """By the clients' numbers; at least one."""
     max_row_bytes: int = 4 << 30
     """Host memory for the prompt embeddings of unfinished requests, at most."""
     debug_checks: bool = False

@@ -60,6 +60,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_admitted_rows=max_admitted_rows(limits.max_model_len, limits.max_num_batched_tokens),
             chunked_prefill_size=config.chunked_prefill_size or chunked_prefill_size,
+            num_clients=len(config.clients),
         )
         self.device = DeviceStep(
             model,
@@ -156,6 +157,21 @@ class Engine:
         return self.scheduler.ended_sequences
 
     @property
+    def unqueued_rows(self) -> int:
+        """Prompt rows of requests that have had a slot or ended. As `ended_sequences`."""
+        return self.scheduler.unqueued_rows
+
+    @property
+    def ended_requests(self) -> list[int]:
+        """By client. As `ended_sequences`."""
+        return self.scheduler.ended_requests
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """By client, of sequences that have ended. As `ended_sequences`."""
+        return self.scheduler.generated_tokens
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -177,7 +193,7 @@ class Engine:
             step_seconds=steps.seconds.snapshot(),
             step_rows=steps.rows.snapshot(),
             step_sequences=steps.sequences.snapshot(),
-            waiting_rows=scheduler.waiting_rows,
+            waiting_rows=scheduler.waiting.rows,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------------------

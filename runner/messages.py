@@ -45,7 +45,7 @@ GRAMMAR_LIMITS: GrammarLimits = {
 defaults let a hostile grammar take most of a second (docs/structured_outputs.md)."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RejectReason = Literal["queue_full", "rows_full", "invalid"]
+RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +132,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
     priority: int = 0
-    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones as they arrived."""
+    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones in turn (`runner.fair_queue`)."""
+    client: int = 0
+    """Whose it is: the number of an API key of the server's, from 0 on. Limits and turns are by client."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -251,6 +253,8 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
     request: int
     reason: RejectReason
     message: str
+    retry_after: float = 0.0
+    """Seconds until the same request may be taken, where that is known."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
