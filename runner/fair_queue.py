@@ -110,8 +110,8 @@ class FairQueue:
         for priority in self._priorities:
             level = self._levels[priority]
             clients = level.clients
-            queues = clients.values() if len(clients) < 2 else map(clients.__getitem__, sorted(clients, key=self._turn))
-            for queue in (level.preempted, *queues):
+            order = clients if len(clients) < 2 else sorted(clients, key=self._turn)
+            for queue in (level.preempted, *(clients[client] for client in order)):
                 sequence = next((each for each in queue if each.waits_for is None), None)
                 if sequence is not None:
                     return sequence

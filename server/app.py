@@ -35,6 +35,6 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
     # The last one added is the outermost. All are plain ASGI: BaseHTTPMiddleware hides the client's disconnect.
     app.add_middleware(BodyLimit, limit=body_limit)
     app.add_middleware(Gate, lifecycle=lifecycle)
-    app.add_middleware(Auth, api_keys=config.api_keys)
+    app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
     app.add_middleware(RequestLog, metrics=engine.metrics)
     return app

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
+from server.timeouts import NO_TIMEOUTS, Timeouts
 
 __all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
 
@@ -67,6 +69,7 @@ class EngineClient:
         *,
         live_seconds: float = 60.0,
         max_unaccepted_bytes: int = 1 << 32,
+        timeouts: Timeouts = NO_TIMEOUTS,
     ) -> None:
         self.metrics = metrics
         self.model: ModelInfo | None = None
@@ -81,6 +84,7 @@ class EngineClient:
         self._live_seconds = live_seconds
         self._max_unaccepted_bytes = max_unaccepted_bytes
         self._unaccepted_bytes = 0
+        self._timeouts = timeouts
         self.runner_address = f"ipc://{folder / 'runner'}"
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
@@ -149,7 +153,8 @@ class EngineClient:
     ) -> GenerationStream:
         """Queue a prompt with `n` choices; returns once the runner has accepted it.
 
-        Raises QueueFull (429), InvalidRequest (400, the runner's last check), Unavailable and EngineFailed (503).
+        Raises QueueFull (429), InvalidRequest (400, the runner's last check), Unavailable and EngineFailed (503),
+        RequestTimeout (504).
         Cancelling the caller aborts the request.
         """
         self._check_running()
@@ -158,12 +163,14 @@ class EngineClient:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
-        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority)
+        client = (inbox.context and inbox.context.api_key) or 0
+        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client)
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
         stream = GenerationStream(self, inbox)
         if inbox.context is not None:
             inbox.context.on_end.append(stream.abort)
+        self._timeouts.start(inbox, self._give_up)
         try:
             if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *prompt.rows):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
@@ -192,6 +199,7 @@ class EngineClient:
         """For the streams: the request is over. Counted here and nowhere else."""
         if self._requests.pop(inbox.request, None) is None:
             return
+        inbox.cancel_timers()
         inbox.measure_end(time.monotonic())
 
     def fail(self, message: str) -> None:
@@ -211,8 +219,16 @@ class EngineClient:
         if self.model is None:
             raise Unavailable("The model is still loading.")
 
+    def _give_up(self, inbox: Inbox, error: APIError) -> None:
+        """End a request that takes too long, wherever it is."""
+        if inbox.open:
+            self.abort(inbox, -1)
+            inbox.fail(error)
+            self.forget(inbox)
+
     def _refuse(self, inbox: Inbox, error: APIError, reason: str) -> None:
         """The request was never queued: it is not counted among those that ended."""
+        inbox.cancel_timers()
         self.metrics.count_rejected(reason)
         self._requests.pop(inbox.request, None)
         inbox.fail(error)
@@ -301,7 +317,8 @@ class EngineClient:
         inbox = self._requests.get(message.request)
         if inbox is not None:
             invalid = message.reason == "invalid"
-            error = InvalidRequest(message.message) if invalid else QueueFull(message.message)
+            wait = max(1, math.ceil(message.retry_after))
+            error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
             self._refuse(inbox, error, message.reason)
 
     def _on_step(self, step: StepOutput) -> None:

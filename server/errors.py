@@ -144,6 +144,14 @@ class Unavailable(APIError):
         super().__init__(503, message, type=SERVER_ERROR, code="overloaded", headers={"Retry-After": str(retry_after)})
 
 
+class RequestTimeout(APIError):
+    """The answer took longer than the server allows. The client's library is told not to ask for the same again."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"The request took longer than the {seconds:g} seconds that this server allows."
+        super().__init__(504, message, type=SERVER_ERROR, code="timeout", headers={"x-should-retry": "false"})
+
+
 ENGINE_STOPPED = "The engine stopped before the request was finished."
 
 

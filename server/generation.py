@@ -59,6 +59,7 @@ class Inbox:
         "ready",
         "reason",
         "request",
+        "timers",
         "tokens",
         "waiter",
     )
@@ -80,6 +81,8 @@ class Inbox:
         """Of all choices, so far."""
         self.first_slot = self.first_token = 0.0
         """When the request got them; 0 before."""
+        self.timers: list[asyncio.TimerHandle] = []
+        """See `timeouts`."""
         self.metrics = metrics
         self.context = context
         self.created = time.monotonic()
@@ -171,6 +174,11 @@ class Inbox:
         if context is not None:
             context.completion_tokens += self.tokens
             context.finish_reasons.append(self.reason)
+
+    def cancel_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
 
     # --- called by the stream -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ _TOKEN_BOUNDS = tuple(float(1 << power) for power in range(18))
 _CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 100.0, 1000.0)
 
 FINISHED = ("stop", "length", "abort", "error")
-REJECTED = ("queue_full", "tokens_full", "rows_full", "rate_limit", "invalid", "unavailable")
+REJECTED = ("queue_full", "tokens_full", "rows_full", "concurrency", "rate_limit", "invalid", "unavailable")
 STATUSES = tuple(map(str, range(100, 600)))
 """A bounded set: the server chooses them all."""
 

@@ -37,6 +37,7 @@ from server.metrics import Metrics
 from server.no_torch import keep_torch_out
 from server.services import Services
 from server.shared_cells import SharedCells
+from server.timeouts import Timeouts
 
 logger = logging.getLogger("intarsia")
 
@@ -103,6 +104,7 @@ class Worker:
             spec.number,
             live_seconds=config.live_seconds,
             max_unaccepted_bytes=config.max_row_bytes // config.api_workers,
+            timeouts=Timeouts(queue=config.queue_timeout, request=config.request_timeout),
         )
         self.lifecycle = Lifecycle(self.engine, ready_seconds=config.ready_seconds, live_seconds=config.live_seconds)
         self.is_importing = False
