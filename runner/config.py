@@ -10,6 +10,7 @@ import msgspec
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+LogFormatName = Literal["text", "json"]
 AttentionBackendName = Literal["auto", "sdpa", "triton"]
 
 
@@ -64,6 +65,7 @@ class RunnerConfig:
     """By the clients' numbers; at least one."""
     max_row_bytes: int = 4 << 30
     """Host memory for the prompt embeddings of unfinished requests, at most."""
+    log_format: LogFormatName = "text"
     debug_checks: bool = False
     """Start from garbage instead of zeros and compare `is_token_ids` with the schedule on every step (slow)."""
 

@@ -19,6 +19,8 @@ LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "sdpa", "triton"]
 
+LogFormat = Literal["text", "json"]
+
 _MIB = 1 << 20
 
 
@@ -48,6 +50,9 @@ class ServerConfig:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None
+    """A collector's URL; None: no traces."""
     vllm_metrics: bool = False
     """/metrics also has what vLLM measures under vLLM's names."""
 
@@ -136,6 +141,7 @@ class ServerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             attention_backend=self.attention_backend,
             trust_remote_code=self.trust_remote_code,
+            log_format=self.log_format,
             max_queue=self.max_queue,
             max_queued_tokens=self.max_queued_tokens,
             clients=self.key_limits,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from server.api_keys import parse_key, parse_keys
 
@@ -78,6 +79,13 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 def nonempty(text: str) -> str:
     return text.strip() or invalid("must not be empty")
+
+
+def http_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        invalid(f"{text!r} is not a URL that begins with http:// or https://")
+    return text
 
 
 def api_key(text: str) -> str:

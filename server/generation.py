@@ -135,6 +135,8 @@ class Inbox:
                 self.context.prompt_tokens += self.prompt_tokens
                 self.context.cached_tokens += started.cached_tokens
                 self.context.queue_seconds = max(self.context.queue_seconds, started.queue_seconds)
+                if self.context.first_slot is None:
+                    self.context.first_slot = self.first_slot - self.context.started
 
     def add_prompt_logprobs(self, entries: PromptLogprobs) -> None:
         event = self._event(0)

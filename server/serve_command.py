@@ -4,12 +4,14 @@ default in `--help`."""
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from typing import Any
 
 from server.config import DEFAULT_MODEL_NAME, ServerConfig
 from server.flag_types import api_key as _api_key
 from server.flag_types import fraction as _fraction
+from server.flag_types import http_url as _http_url
 from server.flag_types import integer as _integer
 from server.flag_types import key_file as _key_file
 from server.flag_types import nonempty as _nonempty
@@ -17,7 +19,9 @@ from server.flag_types import seconds as _seconds
 from server.flag_types import size as _size
 from server.flag_types import timeout as _timeout
 from server.flag_types import with_default as _with_default
+from server.tracing import is_installed
 
+EXIT_CONFIGURATION = 3
 _DEFAULTS = ServerConfig()
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped. Imports late: `intarsia --help` should not wait for FastAPI."""
     config = build_config(arguments)
+    if config.otlp_traces_endpoint is not None and not is_installed():
+        print("intarsia: --otlp-traces-endpoint needs OpenTelemetry: pip install 'intarsia[otel]'", file=sys.stderr)
+        return EXIT_CONFIGURATION
     from server.serve import serve
 
     return serve(config)
@@ -108,6 +115,19 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         choices=_LOG_LEVELS,
         default=_DEFAULTS.log_level,
         help=_with_default("how much is logged; prompts never are", "info"),
+    )
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default=_DEFAULTS.log_format,
+        help=_with_default("json: one object a line", "text"),
+    )
+    add(
+        "--otlp-traces-endpoint",
+        type=_http_url,
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector over OTLP/HTTP, for instance"
+        " http://127.0.0.1:4318/v1/traces (default: none)",
     )
     add(
         "--vllm-metrics",
