@@ -73,6 +73,8 @@ class Launched:
     """(entries that a grammar constrains, int32 words of each one's mask): what `stage_masks` has made room for."""
     ends: list[tuple[Sequence, Outcome]] = field(default_factory=list)
     """Sequences of this step that their grammar ends before the token that it samples."""
+    captured: bool = False
+    """Whether the forward was a captured graph."""
 
 
 class DeviceStep:
@@ -222,6 +224,7 @@ class DeviceStep:
         graph = None
         if self._graphs is not None and not step.prompt_scores:
             graph = self._graphs.forward(size)
+        launched.captured = graph is not None
         if graph is not None:
             graph.replay()
         else:

@@ -30,6 +30,7 @@ from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
+from runner.step_stats import StepStats
 from runner.trial import load_checked, measure
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ Emit = Callable[[int, StepOutput], None]
 
 @dataclass
 class _Counters:
-    steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     accepted_row_bytes: int = 0
@@ -60,6 +60,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_admitted_rows=max_admitted_rows(limits.max_model_len, limits.max_num_batched_tokens),
             chunked_prefill_size=config.chunked_prefill_size or chunked_prefill_size,
+            num_clients=len(config.clients),
         )
         self.device = DeviceStep(
             model,
@@ -89,6 +90,7 @@ class Engine:
         self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
+        self._step_stats = StepStats()
         self.released_row_bytes = 0
         """Of prompt embeddings, since start. Only grows, and only on the engine's thread."""
         self.waited_seconds = 0.0
@@ -156,23 +158,43 @@ class Engine:
         return self.scheduler.ended_sequences
 
     @property
+    def unqueued_rows(self) -> int:
+        """Prompt rows of requests that have had a slot or ended. As `ended_sequences`."""
+        return self.scheduler.unqueued_rows
+
+    @property
+    def ended_requests(self) -> list[int]:
+        """By client. As `ended_sequences`."""
+        return self.scheduler.ended_requests
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """By client, of sequences that have ended. As `ended_sequences`."""
+        return self.scheduler.generated_tokens
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def stats(self) -> Stats:
-        scheduler, counters = self.scheduler, self._counters
+        scheduler, counters, steps = self.scheduler, self._counters, self._step_stats
         return Stats(
             running=scheduler.num_running,
             waiting=len(scheduler.waiting),
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks - 1,
-            steps=counters.steps,
+            steps=steps.steps,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             row_bytes=counters.accepted_row_bytes - self.released_row_bytes,
+            captured_steps=steps.captured,
+            step_seconds=steps.seconds.snapshot(),
+            step_rows=steps.rows.snapshot(),
+            step_sequences=steps.sequences.snapshot(),
+            waiting_rows=scheduler.waiting.rows,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -199,6 +221,7 @@ class Engine:
     def _step(self) -> None:
         step = self._scheduled = self.scheduler.schedule()
         if step is not None:
+            self._step_stats.launched()
             launched = self.device.launch_forward(step)
             self._launched.append(launched)
             self._scheduled = None
@@ -258,7 +281,7 @@ class Engine:
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
         ended += complete + followed
-        self._count(step, len(entries))
+        self._count(launched, len(entries))
         strayed = {end.sequence for end in followed if end.reason == "error"}
         if strayed:  # by a token that may be none of the grammar's: nobody is told of it
             entries = entries[[step.sequences[entry] not in strayed for entry in entries.tolist()]]
@@ -303,15 +326,15 @@ class Engine:
 
     @staticmethod
     def _add_started(step: Step, output: Callable[[int], StepOutput]) -> None:
-        now = time.monotonic()
         for admission in step.admissions:
             sequence = admission.sequence
             if not sequence.started and not sequence.ended:
                 sequence.started = True
                 request = sequence.request
                 cached = min(admission.computed, request.prompt_len)
+                waited = admission.at - request.arrived
                 worker, number = request.key
-                output(worker).started.append(Started(number, sequence.choice, cached, now - request.arrived))
+                output(worker).started.append(Started(number, sequence.choice, cached, waited))
 
     @staticmethod
     def _add_prompt_logprobs(launched: Launched, output: Callable[[int], StepOutput]) -> None:
@@ -324,10 +347,10 @@ class Engine:
                 worker, number = sequence.request.key
                 output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
-    def _count(self, step: Step, sampled: int) -> None:
-        self._counters.steps += 1
+    def _count(self, launched: Launched, sampled: int) -> None:
+        self._step_stats.retired(launched.step, captured=launched.captured)
         self._counters.generated_tokens += sampled
-        self._counters.prompt_tokens += step.prompt_rows
+        self._counters.prompt_tokens += launched.step.prompt_rows
 
     @staticmethod
     def _logprobs_by_entry(launched: Launched) -> dict[int, TokenLogprobs]:

@@ -45,7 +45,7 @@ GRAMMAR_LIMITS: GrammarLimits = {
 defaults let a hostile grammar take most of a second (docs/structured_outputs.md)."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RejectReason = Literal["queue_full", "rows_full", "invalid"]
+RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +132,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
     priority: int = 0
-    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones as they arrived."""
+    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones in turn (`runner.fair_queue`)."""
+    client: int = 0
+    """Whose it is: the number of an API key of the server's, from 0 on. Limits and turns are by client."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -171,6 +173,22 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_seqs: int
 
 
+class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram since the engine's start. Its bounds are constants that both sides know."""
+
+    counts: tuple[int, ...] = ()
+    """One for each bound (values up to it and above the one before), and one for what is above the last."""
+    sum: float = 0.0
+
+
+STEP_SECONDS_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+STEP_ROWS_BOUNDS = tuple(float(1 << power) for power in range(15))
+STEP_SEQUENCES_BOUNDS = tuple(float(1 << power) for power in range(11))
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's gauges and counters (since start), as they were when the message was sent."""
 
@@ -189,6 +207,16 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int = 0
     row_bytes: int = 0
     """Host memory held by prompt embeddings of unfinished requests, bytes."""
+    captured_steps: int = 0
+    """Of `steps`, those whose forward was a captured graph."""
+    step_seconds: HistogramCounts = HistogramCounts()
+    """Over `STEP_SECONDS_BOUNDS`: the device's time for a step."""
+    step_rows: HistogramCounts = HistogramCounts()
+    """Over `STEP_ROWS_BOUNDS`."""
+    step_sequences: HistogramCounts = HistogramCounts()
+    """Over `STEP_SEQUENCES_BOUNDS`."""
+    waiting_rows: int = 0
+    """Known rows of the choices that wait for a slot."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
@@ -225,6 +253,8 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
     request: int
     reason: RejectReason
     message: str
+    retry_after: float = 0.0
+    """Seconds until the same request may be taken, where that is known."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -13,12 +13,12 @@ first (it often frees some), so a preempted sequence never has a token on its wa
 from __future__ import annotations
 
 import bisect
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
+from runner.fair_queue import FairQueue
 from runner.messages import FinishReason
 from runner.sequence import Key, Request, Sequence
 from runner.step import Admission, PromptScore, Step
@@ -47,6 +47,7 @@ class SlotTable:
         self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.origin: NDArray[np.int64] = np.zeros((num_slots, 3), np.int64)
         """(worker, request, choice): whom its tokens go to."""
+        self.client: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.in_flight: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Launched steps that read the slot and its blocks and have not retired."""
         self.ended: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -82,12 +83,12 @@ class Ended:
 
 
 class Scheduler:
-    """First come, first served, among equal priorities; every running sequence decodes in every step, and what is left
+    """In turn among equal priorities (`fair_queue`); every running sequence decodes in every step, and what is left
     of the token budget goes to prompts, in chunks."""
 
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
                  max_num_batched_tokens: int, max_admitted_rows: int,
-                 chunked_prefill_size: int | None = None) -> None:  # fmt: skip
+                 chunked_prefill_size: int | None = None, num_clients: int = 1) -> None:  # fmt: skip
         """`chunked_prefill_size`: prompt rows of a step in which others decode, at most; None: no bound of its own."""
         if max_num_batched_tokens < num_slots:
             raise ValueError(
@@ -101,11 +102,16 @@ class Scheduler:
         self.max_admitted_rows = max_admitted_rows
         self.pool = BlockPool(num_blocks)
         self.table = SlotTable(num_slots, max_model_len, block_size)
-        self.waiting: deque[Sequence] = deque()
-        """By priority; among equals the preempted first, then as they arrived."""
+        self.waiting = FairQueue(num_clients)
         self.requests: dict[Key, list[Sequence]] = {}
         self.num_in_flight = 0
         self.ended_sequences = 0
+        self.ended_requests = [0] * num_clients
+        """Of each client."""
+        self.generated_tokens = [0] * num_clients
+        """Of each client, by sequences that have ended."""
+        self.unqueued_rows = 0
+        """Prompt rows of requests that have got their first slot, or ended without one."""
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -118,11 +124,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         sequences = Sequence.of_request(request)
         self.requests[request.key] = sequences
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].request.priority > request.priority:
-            place -= 1
-        for sequence in reversed(sequences):
-            self.waiting.insert(place, sequence)
+        self.waiting.add(sequences)
 
     def abort(self, key: Key, choice: int = -1) -> None:
         """Ends a request's sequences (one, or all) without a trace; those already ended are left alone."""
@@ -137,6 +139,8 @@ class Scheduler:
     def refuse(self, request: Request) -> None:
         """Counts a request that was accepted and is never to run."""
         self.ended_sequences += request.n
+        self.ended_requests[request.client] += 1
+        self._unqueue(request)
 
     @property
     def num_running(self) -> int:
@@ -221,8 +225,8 @@ class Scheduler:
         """Gives the first waiting sequence that may run a slot and the blocks of all its known rows, if both are there
         and it has at most `room` known rows."""
         table = self.table
-        sequence = next((s for s in self.waiting if s.waits_for is None), None)
-        if sequence is None or not table.free or len(sequence.token_ids) > room:
+        sequence = self.waiting.first() if table.free and self.waiting else None
+        if sequence is None or len(sequence.token_ids) > room:
             return None
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
@@ -239,6 +243,9 @@ class Scheduler:
         computed = len(cached) * self.block_size
         self.prefix_queries += 0 if sequence.scores_prompt else known
         self.prefix_hits += computed
+        if sequence.admission < 0:  # The second time is nothing that its client has asked for.
+            self.waiting.charge(request.client, known - computed)
+        self._unqueue(request)
 
         slot = table.free.pop()
         table.sequences[slot] = sequence
@@ -252,6 +259,7 @@ class Scheduler:
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
         table.origin[slot] = (*request.key, sequence.choice)
+        table.client[slot] = request.client
         table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
         table.asks[slot] = not request.sampling.is_plain
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
@@ -277,6 +285,7 @@ class Scheduler:
             self._add_prompt_rows(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
+        self.waiting.charge_tokens(table.client[slots[samples]])
         table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
         table.in_flight[slots] += 1
         self.num_in_flight += 1
@@ -306,8 +315,7 @@ class Scheduler:
         sequence = max(running, key=lambda s: (s.request.priority, s.admission))
         sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
         self._give_back(sequence)
-        place = sum(s.request.priority < sequence.request.priority for s in self.waiting)
-        self.waiting.insert(place, sequence)
+        self.waiting.put_back(sequence)
         self.preemptions += 1
 
     # --- after a step -----------------------------------------------------------------------------------------------
@@ -377,17 +385,31 @@ class Scheduler:
             return
         sequence.ended = True
         self.ended_sequences += 1
+        self._account(sequence)
         self._free_siblings(sequence)
         siblings = self.requests[sequence.request.key]
         siblings.remove(sequence)
         if not siblings:
             del self.requests[sequence.request.key]
+            self.ended_requests[sequence.request.client] += 1
+            self._unqueue(sequence.request)
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             self.table.open[sequence.slot] = False
             self.table.ended[sequence.slot] = True
             self._release_if_ended(sequence)
+
+    def _account(self, sequence: Sequence) -> None:
+        """What its client has had of it."""
+        known = len(sequence.token_ids) if sequence.slot < 0 else int(self.table.known[sequence.slot])
+        self.generated_tokens[sequence.request.client] += known - sequence.request.prompt_len
+        self.waiting.ended(sequence)
+
+    def _unqueue(self, request: Request) -> None:
+        if not request.has_left_queue:
+            request.has_left_queue = True
+            self.unqueued_rows += request.prompt_len
 
     def _release_if_ended(self, sequence: Sequence) -> None:
         if sequence.ended and sequence.slot >= 0 and self.table.in_flight[sequence.slot] == 0:

@@ -38,6 +38,9 @@ class Request:
     row_digests: bytes
     hashes: BlockHashes
     priority: int = 0
+    client: int = 0
+    has_left_queue: bool = False
+    """A sequence of it has had a slot, or all have ended."""
     arrived: float = field(default_factory=time.monotonic)
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
@@ -111,6 +114,7 @@ class Request:
             row_digests=bytes(frames[1]),
             hashes=BlockHashes(salt, block_size),
             priority=message.priority,
+            client=message.client,
         )
 
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:

@@ -3,6 +3,7 @@ once its results are on the host."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,8 @@ class Admission:
     computed: int
     """Rows found in the prefix cache."""
     blocks: NDArray[np.int32]
+    at: float = field(default_factory=time.monotonic)
+    """When, seconds of the monotonic clock."""
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
 from server.generation import ChoiceEvent
 from server.inputs import Prompt
+from server.request_context import current_request
 from server.sampling import common_params, params_for_prompt
 from server.schemas import CompletionRequest, GenerationRequest
 from server.services import Services
@@ -206,6 +207,7 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
+    _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(
@@ -229,6 +231,15 @@ async def open_answer(
     if answer_id:
         services.running.add(answer_id, answer)
     return answer
+
+
+def _note(request: GenerationRequest, services: Services, answer_id: str, sampling: SamplingParams, n: int) -> None:
+    """For the request's trace."""
+    context = current_request.get()
+    if context is not None:
+        context.model = request.model or services.model_name(None)
+        context.answer_id, context.sampling, context.choices = answer_id, sampling, n
+        context.stream = bool(request.stream)
 
 
 async def sampling_params(

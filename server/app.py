@@ -16,9 +16,12 @@ from server.openapi import install_openapi
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 from server.responses import routes as responses
+from server.tracing import Tracing
 
 
-def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle) -> FastAPI:
+def create_app(
+    config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing | None = None
+) -> FastAPI:
     """The application. Its API routes find what they work with in `app.state.services`, which `serve` sets before it
     lets requests in (`lifecycle.loaded`)."""
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
@@ -35,6 +38,7 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
     # The last one added is the outermost. All are plain ASGI: BaseHTTPMiddleware hides the client's disconnect.
     app.add_middleware(BodyLimit, limit=body_limit)
     app.add_middleware(Gate, lifecycle=lifecycle)
-    app.add_middleware(Auth, api_keys=config.api_keys)
-    app.add_middleware(RequestLog, metrics=engine.metrics)
+    app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
+    names = [key.name for key in config.keys]
+    app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
     return app

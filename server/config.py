@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runner.config import RunnerConfig
+from runner.config import ClientLimits, RunnerConfig
+from server.api_keys import ApiKey, limits_of, parse_keys
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What the embedded default model is called in the API when no other name is given."""
@@ -17,6 +18,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "sdpa", "triton"]
+
+LogFormat = Literal["text", "json"]
 
 _MIB = 1 << 20
 
@@ -32,13 +35,26 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Empty: everybody may use every route."""
+    """Each with its settings behind it (`api_keys.parse_key`). Empty: everybody may use every route."""
     max_body_bytes: int | None = None
     """None: follows from the model, see `body_limit_for`."""
     api_workers: int = 1
     """Processes that answer HTTP."""
     shutdown_timeout: float = 30.0
+    request_timeout: float | None = None
+    """Seconds from a request's arrival to the end of its answer; None: as long as it takes."""
+    queue_timeout: float | None = None
+    """Seconds for which a prompt may wait for its first slot."""
+    max_concurrency_per_key: int | None = None
+    """For each API key, or for everybody together without any; so are the next two."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None
+    """A collector's URL; None: no traces."""
+    vllm_metrics: bool = False
+    """/metrics also has what vLLM measures under vLLM's names."""
 
     # How the model is presented.
     served_model_name: tuple[str, ...] = ()
@@ -66,6 +82,8 @@ class ServerConfig:
     max_num_batched_tokens: int | None = None
     chunked_prefill_size: int | None = None
     max_queue: int = 1024
+    max_queued_tokens: int | None = None
+    """Prompt rows of requests that wait for a slot; None: as many as `max_queue` allows."""
     max_row_bytes: int = 4096 * _MIB
     """Prompt embeddings that the runner holds for unfinished requests, bytes of host memory."""
     block_size: int = 16
@@ -91,6 +109,17 @@ class ServerConfig:
         """The names by which a client may ask for the model; the first is the one in answers."""
         return self.served_model_name or (DEFAULT_MODEL_NAME if self.model is None else _public_name(self.model),)
 
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """`api_keys`, parsed."""
+        return parse_keys(self.api_keys)
+
+    @property
+    def key_limits(self) -> tuple[ClientLimits, ...]:
+        """Each API key's; one for everybody where there are no keys."""
+        default = ClientLimits(self.max_concurrency_per_key, self.requests_per_minute, self.tokens_per_minute)
+        return limits_of(self.keys, default)
+
     def runner_config(self, address: str) -> RunnerConfig:
         """What the runner is started with; `address` is where it binds its socket."""
         return RunnerConfig(
@@ -112,7 +141,10 @@ class ServerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             attention_backend=self.attention_backend,
             trust_remote_code=self.trust_remote_code,
+            log_format=self.log_format,
             max_queue=self.max_queue,
+            max_queued_tokens=self.max_queued_tokens,
+            clients=self.key_limits,
             max_row_bytes=self.max_row_bytes,
             debug_checks=self.debug_checks,
         )

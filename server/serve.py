@@ -57,7 +57,7 @@ def serve(config: ServerConfig) -> int:
         reason = os.strerror(error.errno) if error.errno else str(error)
         print(f"intarsia: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return EXIT_FAILED
-    configure_process(config.log_level)
+    configure_process(config.log_level, config.log_format)
     folder = PrivateDir()
     try:
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:

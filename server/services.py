@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,8 +68,10 @@ class Services:
         trust_request_template: bool = False,
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
+        on_compiled: Callable[[float], None] = lambda seconds: None,
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
+        `on_compiled`: see `Grammars`.
 
         Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use.
         """
@@ -84,7 +86,7 @@ class Services:
             defaults=GenerationDefaults.load(
                 folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
             ),
-            grammars=Grammars(tokenizer, model.vocab_size),
+            grammars=Grammars(tokenizer, model.vocab_size, on_compiled),
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),

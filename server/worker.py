@@ -33,10 +33,14 @@ from server.engine_client import EngineClient
 from server.errors import ENGINE_STOPPED, EngineFailed
 from server.http_protocol import LimitedHttpProtocol
 from server.lifecycle import Lifecycle
+from server.log_format import formatter
 from server.metrics import Metrics
 from server.no_torch import keep_torch_out
+from server.probes import package_version
 from server.services import Services
 from server.shared_cells import SharedCells
+from server.timeouts import Timeouts
+from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia")
 
@@ -91,16 +95,25 @@ class Worker:
         config = self._config = spec.config
         self._created = spec.created
         self.engine = EngineClient(
-            Metrics(config.model_names[0], cells, spec.row, spec.process),
+            Metrics(
+                config.model_names[0],
+                cells,
+                spec.row,
+                spec.process,
+                as_vllm=config.vllm_metrics,
+                prefix_caching=config.enable_prefix_caching,
+            ),
             Path(spec.folder),
             spec.number,
             live_seconds=config.live_seconds,
             max_unaccepted_bytes=config.max_row_bytes // config.api_workers,
+            timeouts=Timeouts(queue=config.queue_timeout, request=config.request_timeout),
         )
         self.lifecycle = Lifecycle(self.engine, ready_seconds=config.ready_seconds, live_seconds=config.live_seconds)
         self.is_importing = False
         """Whether the thread that imports the tokenizer's library is at it."""
-        self._app = create_app(config, self.engine, self.lifecycle)
+        self._tracing = _tracing(config)
+        self._app = create_app(config, self.engine, self.lifecycle, self._tracing)
         self._http = _Http(
             uvicorn.Config(
                 self._app,
@@ -159,6 +172,8 @@ class Worker:
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.flush)
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -195,6 +210,7 @@ class Worker:
             trust_request_template=config.trust_request_chat_template,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
+            on_compiled=self.engine.metrics.grammar_compile_time.observe,
         )
         return replace(services, created=self._created)
 
@@ -253,6 +269,12 @@ class _Further:
             self._end.set_result(message)
 
 
+def _tracing(config: ServerConfig) -> Tracing | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    return Tracing.to(config.otlp_traces_endpoint, version=package_version(), host=config.host, port=config.port)
+
+
 def leave(status: int) -> NoReturn:
     """End the process without waiting for its threads."""
     logging.shutdown()
@@ -260,9 +282,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def configure_process(log_level: str) -> None:
+def configure_process(log_level: str, log_format: str = "text") -> None:
     """`log_level` is for what we log; libraries are only heard when something is wrong, or everything is wanted."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(log_format))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(logging.DEBUG if log_level == "debug" else logging.WARNING)
     for ours in ("intarsia", "server"):
         logging.getLogger(ours).setLevel(log_level.upper())
@@ -282,7 +306,7 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
-    configure_process(spec.config.log_level)
+    configure_process(spec.config.log_level, spec.config.log_format)
 
     async def run() -> int:
         return await _Further(spec).run()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -152,9 +152,11 @@ class ServerProcess:
 class Stream:
     """A streamed answer, read event by event; `close` hangs up."""
 
-    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        self._connection.request(
+            "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
+        )
         self.response = self._connection.getresponse()
         self.events = self._read()
 
