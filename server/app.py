@@ -8,6 +8,7 @@ from server import abort, chat, completions, models, render, tokenize
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.gate import Gate
@@ -39,6 +40,8 @@ def create_app(
     app.add_middleware(BodyLimit, limit=body_limit)
     app.add_middleware(Gate, lifecycle=lifecycle)
     app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
+    if config.cors_origins:
+        app.add_middleware(CrossOrigin, origins=config.cors_origins)
     names = [key.name for key in config.keys]
     app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
     return app

@@ -9,6 +9,7 @@ from typing import Literal
 
 from runner.config import ClientLimits, RunnerConfig
 from server.api_keys import ApiKey, limits_of, parse_keys
+from server.tls import CertificateFiles
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What the embedded default model is called in the API when no other name is given."""
@@ -36,6 +37,14 @@ class ServerConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     """Each with its settings behind it (`api_keys.parse_key`). Empty: everybody may use every route."""
+    cors_origins: tuple[str, ...] = ()
+    """Whose web pages may read answers."""
+    ssl_certfile: str | None = None
+    """None: plain HTTP."""
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password_file: str | None = None
+    ssl_ca_certs: str | None = None
+    """None: clients need no certificates."""
     max_body_bytes: int | None = None
     """None: follows from the model, see `body_limit_for`."""
     api_workers: int = 1
@@ -103,6 +112,8 @@ class ServerConfig:
     """A heartbeat older than this makes /readyz fail."""
     live_seconds: float = 60.0
     """A heartbeat older than this makes /livez fail."""
+    silent_seconds: float = 60.0
+    """A client that is not there any more is noticed after so long; one that does not read, after twice that."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -119,6 +130,14 @@ class ServerConfig:
         """Each API key's; one for everybody where there are no keys."""
         default = ClientLimits(self.max_concurrency_per_key, self.requests_per_minute, self.tokens_per_minute)
         return limits_of(self.keys, default)
+
+    @property
+    def certificate_files(self) -> CertificateFiles | None:
+        """None: plain HTTP."""
+        if self.ssl_certfile is None:
+            return None
+        key, password = self.ssl_keyfile or "", self.ssl_keyfile_password_file or ""
+        return CertificateFiles(self.ssl_certfile, key, password, self.ssl_ca_certs or "")
 
     def runner_config(self, address: str) -> RunnerConfig:
         """What the runner is started with; `address` is where it binds its socket."""

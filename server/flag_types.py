@@ -114,5 +114,28 @@ def key_file(name: str) -> list[str]:
     return keys or invalid(f"there is no key in {name}")
 
 
+def readable(name: str) -> str:
+    """A file that can be read."""
+    try:
+        with open(name, "rb"):
+            return name
+    except OSError as error:
+        invalid(f"cannot read {name}: {error.strerror}")
+
+
+def origin(text: str) -> str:
+    """Of web pages, as browsers write it: in lower case, without a path and without the scheme's own port."""
+    url = urlsplit(text)
+    try:
+        port = url.port
+    except ValueError:
+        invalid(f"{text!r} has no such port")
+    if url.scheme not in ("http", "https") or not url.hostname or text != f"{url.scheme}://{url.netloc}".lower():
+        invalid(f"{text!r} is not an origin: write https://example.org or http://localhost:3000")
+    if "@" in url.netloc or port == {"http": 80, "https": 443}[url.scheme]:
+        invalid(f"{text!r} is not what a browser sends: no user, and no port where it is the usual one")
+    return text
+
+
 def invalid(message: str) -> NoReturn:
     raise argparse.ArgumentTypeError(message)

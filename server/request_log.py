@@ -53,7 +53,9 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = context.id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = context.id
+                headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
             else:
                 context.complete = not message.get("more_body", False)
             await send(message)

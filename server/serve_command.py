@@ -15,6 +15,8 @@ from server.flag_types import http_url as _http_url
 from server.flag_types import integer as _integer
 from server.flag_types import key_file as _key_file
 from server.flag_types import nonempty as _nonempty
+from server.flag_types import origin as _origin
+from server.flag_types import readable as _readable
 from server.flag_types import seconds as _seconds
 from server.flag_types import size as _size
 from server.flag_types import timeout as _timeout
@@ -65,6 +67,9 @@ def build_config(arguments: argparse.Namespace) -> ServerConfig:
     for name, value in vars(arguments).items():
         if name in names and value is not None:
             chosen[name] = tuple(value) if isinstance(value, list) else value
+    if "ssl_certfile" not in chosen and (alone := sorted(name for name in chosen if name.startswith("ssl_"))):
+        print(f"intarsia: --{alone[0].replace('_', '-')} needs --ssl-certfile", file=sys.stderr)
+        raise SystemExit(2)
     return ServerConfig(**chosen)
 
 
@@ -88,7 +93,31 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         type=_key_file,
         metavar="FILE",
         help="the same for every line of this file: other users of the machine can read a command line, but not a file"
-        " that is yours (default: none)",
+        " that is yours; a line may also be sha256: and a key's digest in hex (default: none)",
+    )
+    add(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        type=_origin,
+        metavar="ORIGIN",
+        help="let web pages from this origin (https://example.org) read answers; may be repeated (default: none)",
+    )
+    add(
+        "--ssl-certfile", type=_readable, metavar="FILE", help="serve HTTPS with this certificate chain (default: HTTP)"
+    )
+    add("--ssl-keyfile", type=_readable, metavar="FILE", help="its private key (default: in the certificate's file)")
+    add(
+        "--ssl-keyfile-password-file",
+        type=_readable,
+        metavar="FILE",
+        help="holds the private key's password (default: it has none)",
+    )
+    add(
+        "--ssl-ca-certs",
+        type=_readable,
+        metavar="FILE",
+        help="let in only clients that show a certificate of these authorities, probes too (default: everybody)",
     )
     add(
         "--max-body-bytes",

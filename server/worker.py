@@ -40,6 +40,7 @@ from server.probes import package_version
 from server.services import Services
 from server.shared_cells import SharedCells
 from server.timeouts import Timeouts
+from server.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, Certificate
 from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia")
@@ -53,6 +54,8 @@ FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
+_HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
+"""Of every answer: what is JSON is not to be taken for a page, and a page of ours is not to be put into another."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -91,8 +94,9 @@ class _Http(uvicorn.Server):
 class Worker:
     """`start`, `load`, connections through `take`; then `give_up` if need be, `stop` and `close`."""
 
-    def __init__(self, spec: WorkerSpec, cells: SharedCells) -> None:
+    def __init__(self, spec: WorkerSpec, cells: SharedCells, certificate: Certificate | None = None) -> None:
         config = self._config = spec.config
+        self._certificate = certificate
         self._created = spec.created
         self.engine = EngineClient(
             Metrics(
@@ -123,6 +127,7 @@ class Worker:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                headers=_HEADERS,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
@@ -178,11 +183,21 @@ class Worker:
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(
-                lambda: LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop), connection
-            )
-        except OSError:  # The client has left again.
+            await loop.connect_accepted_socket(self._protocol, connection, **self._tls())
+        except OSError:  # The client has left again, or does not speak TLS.
             connection.close()
+
+    def _protocol(self) -> LimitedHttpProtocol:
+        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, asyncio.get_running_loop())
+        protocol.read_seconds = 2 * self._config.silent_seconds
+        return protocol
+
+    def _tls(self) -> dict[str, Any]:
+        """Arguments of `connect_accepted_socket`."""
+        if self._certificate is None:
+            return {}
+        seconds = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
+        return {"ssl": self._certificate.context(), **seconds}
 
     def _import_transformers(self) -> None:
         """Called in a thread. Takes most of a second, in which the runner loads the model."""
@@ -222,7 +237,8 @@ class _Further:
     """A worker beside the first. It lives as long as its channel is open, and does what it is told there."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._worker = Worker(spec, spec.metrics_cells())
+        files = spec.config.certificate_files
+        self._worker = Worker(spec, spec.metrics_cells(), Certificate(files) if files else None)
         self._channel = Channel(socket.socket(fileno=spec.channel_fd))
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """What open requests are told, when it is time to go."""
