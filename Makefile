@@ -5,6 +5,7 @@
 #            has its own torch                                            make gpu-test VENV= PYTHON=python3
 #   TORCH    the torch to install                                         make install TORCH="torch==2.11.0"
 #   PIP_ARGS more arguments for pip                                       make install PIP_ARGS="--index-url https://…"
+#   MINUTES  how long `make soak` runs                                make soak MINUTES=60
 #   ARGS     more arguments for what the target starts                    make serve ARGS="--port 8123"
 
 PYTHON   ?= python3
@@ -14,6 +15,7 @@ VENV_COMPAT ?= .venv-compat
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS     ?=
+MINUTES  ?= 10
 
 # All paths are relative, so that a checkout may lie below a folder with a space in its name.
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -23,7 +25,7 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend \
-        gpu-bench gpu-bench-serve clean
+        gpu-bench gpu-bench-serve faults soak audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -64,6 +66,15 @@ matrix: $(STAMP) ## run the whole parity matrix (long)
 
 fuzz: $(STAMP) ## run the fuzz tests at full length (long)
 	$(PY) -m pytest --long -m fuzz $(ARGS)
+
+faults: $(STAMP) ## run the faults at full length: disconnects, deaths, leaks, 20,000 bad requests (long)
+	$(PY) -m pytest --long tests/faults -o timeout=1800 $(ARGS)
+
+soak: $(STAMP) ## mixed traffic with random faults for MINUTES=10, then look for leaks (ARGS="--api-workers 2")
+	$(PY) -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
+
+audit: $(STAMP) ## look the pinned dependencies up in the advisory database; says so where it cannot be reached
+	$(PY) -m tests.audit $(ARGS)
 
 # Clients of other people, an environment each: what docs/compatibility.md says was seen with these versions.
 COMPAT_ENVIRONMENTS := $(patsubst tests/compat/requirements/%.txt,$(VENV_COMPAT)/%/.installed,$(wildcard tests/compat/requirements/*.txt))

@@ -58,16 +58,18 @@ class ServerProcess:
             "tests.server.scripted_runner",
             replace(script, log=str(self.log_path)).to_json(),
         )
+        self.launcher = ["tests.server.launch"]
+        self.environment: dict[str, str] = {}
         self._config = {"port": self.port, "runner_command": runner, "served_model_name": ["scripted"], **options}
 
     def __enter__(self) -> Self:
         with open(self.stderr_path, "wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.server.launch", json.dumps(self._config)],
+                [sys.executable, "-m", *self.launcher, json.dumps(self._config)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, "TMPDIR": str(self.sockets)},
+                env={**os.environ, "TMPDIR": str(self.sockets), **self.environment},
             )
         return self
 
