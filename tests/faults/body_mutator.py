@@ -67,7 +67,7 @@ class BodyMutator:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def _value(self) -> Json:
-        return self._rng.choice(self._rng.choice([NUMBERS, STRINGS, WHOLES]))
+        return copy.deepcopy(self._rng.choice(self._rng.choice([NUMBERS, STRINGS, WHOLES])))
 
     def _place(self, body: Json) -> Place | None:
         """Somewhere in it, at any depth."""
@@ -105,7 +105,7 @@ class BodyMutator:
 
     def _repeat(self, body: Json) -> Json:
         count = self._rng.choice([2, 5, 130, 1025])
-        return self._at_place(body, lambda value: [value] * count if len(str(value)) < 200 else value)
+        return self._at_place(body, lambda value: _copies(value, count) if len(str(value)) < 200 else value)
 
     def _nest(self, body: Json) -> Json:
         def deep(value: Json) -> Json:
@@ -131,7 +131,9 @@ class BodyMutator:
         def long(value: Json) -> Json:
             if isinstance(value, str):
                 return value * self._rng.choice([2, 100])
-            return value * self._rng.choice([2, 50]) if isinstance(value, list) and len(value) < 500 else value
+            if isinstance(value, list) and len(value) < 500:
+                return [each for copied in _copies(value, self._rng.choice([2, 50])) for each in copied]
+            return value
 
         return self._at_place(body, long)
 
@@ -152,6 +154,11 @@ class BodyMutator:
                 b"",
             ]
         )
+
+
+def _copies(value: Json, count: int) -> list[Json]:
+    """Not the same object again and again: what is changed in one must not change in all."""
+    return [copy.deepcopy(value) for _ in range(count)]
 
 
 def encode(body: Json) -> bytes:

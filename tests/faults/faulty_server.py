@@ -78,7 +78,9 @@ class FaultyServer(RealServer):
         return self.processes()["runner"].pid
 
     def footprints(self, *, objects: bool = True) -> dict[str, Footprint]:
-        return {name: self._footprint(each, objects) for name, each in self.processes().items()}
+        """`objects`: count these too, in the processes that `launch` has started."""
+        counted = ("server", "runner") if objects else ()
+        return {name: self._footprint(each, name in counted) for name, each in self.processes().items()}
 
     def _footprint(self, process: psutil.Process, objects: bool) -> Footprint:
         count = 0
