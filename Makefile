@@ -12,6 +12,7 @@ PYTHON   ?= python3
 VENV     ?= .venv
 VENV_MIN ?= .venv-min
 VENV_COMPAT ?= .venv-compat
+VENV_AUDIT ?= .venv-audit
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS     ?=
@@ -73,8 +74,13 @@ faults: $(STAMP) ## run the faults at full length: disconnects, deaths, leaks, 2
 soak: $(STAMP) ## mixed traffic with random faults for MINUTES=10, then look for leaks (ARGS="--api-workers 2")
 	$(PY) -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
 
-audit: $(STAMP) ## look the pinned dependencies up in the advisory database; says so where it cannot be reached
-	$(PY) -m tests.audit $(ARGS)
+$(VENV_AUDIT)/.installed:
+	$(PYTHON) -m venv $(VENV_AUDIT)
+	$(VENV_AUDIT)/bin/python $(pip) "pip-audit==2.10.*"
+	touch $@
+
+audit: $(VENV_AUDIT)/.installed ## look the pinned dependencies up in the advisory databases; says where these can't be reached
+	$(VENV_AUDIT)/bin/python -m tests.audit $(VENV_AUDIT)/bin/pip-audit constraints.txt
 
 # Clients of other people, an environment each: what docs/compatibility.md says was seen with these versions.
 COMPAT_ENVIRONMENTS := $(patsubst tests/compat/requirements/%.txt,$(VENV_COMPAT)/%/.installed,$(wildcard tests/compat/requirements/*.txt))
@@ -123,5 +129,5 @@ gpu-bench-serve: $(STAMP) ## measure the server over HTTP on this machine's GPU,
 	$(PY) -m tests.gpu.bench_serve $(ARGS)
 
 clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
-	rm -rf .venv .venv-min .venv-compat build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-min .venv-compat .venv-audit build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
