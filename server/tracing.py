@@ -59,7 +59,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("intarsia", version)
         self._propagator = TraceContextTextMapPropagator()
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
-        self._server = {"server.address": host, "server.port": port}
+        self._server: dict[str, Any] = {"server.address": host, "server.port": port}
 
     @classmethod
     def to(cls, endpoint: str, **options: Any) -> Tracing:
