@@ -10,6 +10,7 @@ them. Never content, and no more of a client's words than the model that it aske
 
 from __future__ import annotations
 
+import threading
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
     "/v1/responses": "chat",
 }
-_FLUSH_MILLISECONDS = 2000
+_FLUSH_SECONDS = 2.0
 _PROVIDER = "intarsia"
 
 
@@ -58,7 +59,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("intarsia", version)
         self._propagator = TraceContextTextMapPropagator()
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
-        self._server = {"server.address": host, "server.port": port}
+        self._server: dict[str, Any] = {"server.address": host, "server.port": port}
 
     @classmethod
     def to(cls, endpoint: str, **options: Any) -> Tracing:
@@ -82,22 +83,35 @@ class Tracing:
             start_time=start,
         )
         if span.is_recording():
-            for name, seconds in (("first_slot", context.first_slot), ("first_token", context.first_token)):
-                if seconds is not None:
-                    span.add_event(name, timestamp=start + int(seconds * 1e9))
+            for name, seconds in _events(context):
+                span.add_event(name, timestamp=start + int(seconds * 1e9))
             if context.status >= 500:
                 span.set_status(self._error)
         span.end(end)
 
     def flush(self) -> None:
         """Sends what has not been sent, if the collector takes it soon. Blocks."""
-        self._provider.force_flush(_FLUSH_MILLISECONDS)
+        # The SDK's own limit of time is none: it tries for as long as the exporter does.
+        thread = threading.Thread(target=self._provider.force_flush, name="traces", daemon=True)
+        thread.start()
+        thread.join(_FLUSH_SECONDS)
 
 
 def _from_environment() -> Any:
     from opentelemetry.sdk.resources import OTELResourceDetector
 
     return OTELResourceDetector().detect()
+
+
+def _events(context: RequestContext) -> list[tuple[str, float]]:
+    """What happened when, seconds after the request's arrival."""
+    events, token = [], context.first_token
+    if context.first_slot is not None:
+        # By the runner's clock: what it says of its queue must not lie behind what we have seen of it.
+        events.append(("first_slot", context.first_slot if token is None else min(context.first_slot, token)))
+    if token is not None:
+        events.append(("first_token", token))
+    return events
 
 
 def _http(context: RequestContext, method: str, route: str) -> dict[str, Any]:
