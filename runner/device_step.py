@@ -86,7 +86,7 @@ class DeviceStep:
         self.stream = make_stream(device)
         self.slots = SlotState.allocate(num_slots, max_model_len, cache.block_size, device)
         self.sampling = SamplingState.allocate(num_slots, device)
-        self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device)
+        self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device, two_way=model.two_way)
         self.rows = torch.zeros(max_num_batched_tokens, model.hidden_size, dtype=model.dtype, device=device)
         words = upload_words(num_slots, max_admitted_rows(max_model_len, max_num_batched_tokens), cache.block_size)
         self.upload = torch.zeros(words, dtype=torch.int32, device=device)
@@ -293,6 +293,7 @@ class DeviceStep:
             max_seq_len=size.max_seq_len,
             host_starts=host_starts or [],
             host_seq_lens=host_seq_lens or [],
+            attend_until=None if inputs.attend_until is None else inputs.attend_until[:rows],
         )
         hidden = self.model.forward(self._input_rows(rows), batch.positions, batch)
         # Where every entry is a decode, entry i's row is row i.

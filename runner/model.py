@@ -10,13 +10,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from runner.attention.backend import IMPLEMENTATION, AttentionBatch
 from runner.config import RunnerConfig
 from runner.decoder import Decoder
 from runner.fusion import NotFusable
 from runner.packed_linear import can_pack, pack_linears
+from runner.vision import FAMILIES, Vision
 
 
 class UnsupportedModel(Exception):
@@ -33,6 +41,8 @@ class Model:
     def __init__(self, hf: PreTrainedModel, path: str) -> None:
         self.path = path
         self.config: PretrainedConfig = hf.config.get_text_config()
+        self.vision = Vision.of(hf)
+        """None: text only."""
         self._backbone: nn.Module | None = hf.base_model
         self._decoder: Decoder | None = None
         self._head = _Head(hf)
@@ -51,6 +61,11 @@ class Model:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def two_way(self) -> bool:
+        """Some rows may attend in both directions."""
+        return self.vision is not None and self.vision.info.two_way
 
     @property
     def is_fused(self) -> bool:
@@ -121,7 +136,7 @@ class Model:
         try:
             theirs = self._unfused(rows, batch.positions, None).float()
         finally:
-            hf.set_attn_implementation(IMPLEMENTATION)
+            hf.set_attn_implementation(_implementation(hf.config))
         error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
         # Looser than for our own layers: what is refused here isn't served at all, and experts may be chosen otherwise.
         if not error <= 3 * _ROUNDING[self.dtype]:
@@ -142,6 +157,8 @@ class Model:
         if not error <= _ROUNDING[self.dtype]:
             raise NotFusable(f"the rewritten layers differ from the model's by {error:.2g} of their norm")
         self._decoder, self._backbone = decoder, None
+        if self.vision is not None:
+            self.vision.drop_text_model()
 
     def _trial_rows(self, batch: AttentionBatch) -> Tensor:
         return self.embed(torch.arange(len(batch.positions), device=self.device) % self.vocab_size)
@@ -209,12 +226,13 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
         UnsupportedModel
     """
     hf_config = read_model_config(config, path)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _implementation(hf_config)}
+    kind = AutoModelForImageTextToText if hf_config.model_type in FAMILIES else AutoModelForCausalLM
     try:
         if config.load_format == "dummy":
-            hf = _dummy(hf_config, config, device, options)
+            hf = _dummy(kind, hf_config, config, device, options)
         else:
-            hf = AutoModelForCausalLM.from_pretrained(
+            hf = kind.from_pretrained(
                 path, config=hf_config, trust_remote_code=config.trust_remote_code, **options
             )
     except (OSError, ValueError, KeyError) as error:
@@ -224,8 +242,15 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
     return hf
 
 
+def _implementation(hf_config: PretrainedConfig) -> str | dict[str, str]:
+    """Ours, but not for a vision tower: there is no cache in it."""
+    if hf_config.model_type not in FAMILIES:
+        return IMPLEMENTATION
+    return {"": IMPLEMENTATION, "text_config": IMPLEMENTATION, "vision_config": "sdpa"}
+
+
 def _dummy(
-    hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]
+    kind: Any, hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Random weights, made on the device: for measuring, where only shapes matter."""
     torch.manual_seed(config.seed)
@@ -234,7 +259,7 @@ def _dummy(
     torch.set_default_dtype(options["dtype"])
     try:
         with torch.device(device):
-            hf = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code, **options)
+            hf = kind.from_config(hf_config, trust_remote_code=config.trust_remote_code, **options)
     finally:
         torch.set_default_dtype(before)
     hf.generation_config = GenerationConfig.from_model_config(hf_config)

@@ -156,4 +156,5 @@ def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: 
         max_seq_len=rows,
         host_starts=[0, rows],
         host_seq_lens=[rows],
+        attend_until=(positions + 1).int() if model.two_way else None,
     )
