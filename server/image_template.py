@@ -6,8 +6,10 @@ Used by `chat`. The marker is drawn once a process and never leaves it; no text 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from server.chat_template import ChatTemplate
@@ -16,6 +18,15 @@ from server.vision import Vision
 logger = logging.getLogger(__name__)
 
 _PROBE = "probe of a text"
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template of a processor's own file, where older models that see keep it."""
+    try:
+        template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 class ImageTemplate:

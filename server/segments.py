@@ -32,6 +32,9 @@ class TextPart:
     text: str = field(repr=False)
     where: str
     """The field that it came in, for errors."""
+    between: tuple[str, str] = ("", "")
+    """Special tokens that stand before and behind it in the prompt: it is tokenised with them there, and they are then
+    left out."""
 
 
 @dataclass(frozen=True, slots=True)
