@@ -68,6 +68,11 @@ class Model:
         return self.vision is not None and self.vision.info.two_way
 
     @property
+    def mrope(self) -> bool:
+        """Rows have positions in three dimensions."""
+        return self.vision is not None and self.vision.info.mrope
+
+    @property
     def is_fused(self) -> bool:
         return self._decoder is not None
 
@@ -77,7 +82,7 @@ class Model:
         return rows
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """[T, hidden] input rows and [T] int64 positions to [T, hidden] last hidden states."""
+        """[T, hidden] input rows and [T] int64 positions (or [3, T], see `mrope`) to [T, hidden] last hidden states."""
         if self._decoder is not None:
             return cast(Tensor, self._decoder(rows, positions, batch))
         return self._unfused(rows, positions, batch)
@@ -86,7 +91,7 @@ class Model:
         """`batch` is None where transformers' own attention runs (at load)."""
         ours = {} if batch is None else {"attention_batch": batch}
         out = cast(nn.Module, self._backbone)(
-            inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, **ours
+            inputs_embeds=rows[None], position_ids=positions.unsqueeze(-2), use_cache=False, **ours
         )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden

@@ -313,6 +313,8 @@ class Scheduler:
         request, first_row = sequence.request, int(step.starts[entry])
         for position, rows in request.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
+        if request.position_ids is not None:
+            step.position_runs.append((first_row, request.position_ids[:, start:end]))
         top = request.sampling.prompt_logprobs
         if top is not None and sequence.scores_prompt:
             # Row p predicts position p + 1. After a preemption, rows that were scored before are not scored again.

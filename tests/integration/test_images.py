@@ -21,6 +21,7 @@ from tests.vision_models import (
     PLACEHOLDER,
     VISION_FAMILIES,
     VisionFamily,
+    fresh_model,
     picture,
     processed,
     vision_model,
@@ -64,8 +65,7 @@ def text_part(text: str) -> dict[str, Any]:
 def expected(path: Path, text: str, images: list[Image.Image]) -> tuple[list[int], int]:
     """(greedy tokens, rows of the prompt)"""
     inputs = processed(path, text, images)
-    model = vision_model(path)
-    output = model.generate(
+    output = fresh_model(path).generate(
         **inputs, do_sample=False, max_new_tokens=TOKENS, eos_token_id=None, pad_token_id=PAD_ID
     )
     rows = inputs["input_ids"].shape[1]
