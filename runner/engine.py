@@ -44,6 +44,7 @@ from runner.sequence import Key, Request, Sequence
 from runner.step import Step
 from runner.step_stats import StepStats
 from runner.trial import load_checked, measure
+from runner.vision import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -404,13 +405,14 @@ def vision_info(model: Model, limits: Limits) -> VisionInfo | None:
     if model.vision is None:
         return None
     info = model.vision.info
+    rows = info.image_rows or min(limits.max_model_len, MAX_ROWS)
     most = limits.max_num_batched_tokens - limits.max_num_seqs + 1  # all others may be decoding
-    if info.two_way and most < info.image_rows:
+    if info.two_way and most < rows:
         raise BadConfiguration(
-            f"this model computes the {info.image_rows} rows of an image in one step: --max-num-batched-tokens must be "
-            f"at least {info.image_rows + limits.max_num_seqs - 1}, or --max-num-seqs smaller"
+            f"this model computes the {rows} rows of an image in one step: --max-num-batched-tokens must be at least "
+            f"{rows + limits.max_num_seqs - 1}, or --max-num-seqs smaller"
         )
-    return msgspec.structs.replace(info, max_span=most if info.two_way else 0)
+    return msgspec.structs.replace(info, max_rows=rows)
 
 
 def _size(step: Step) -> str:

@@ -62,7 +62,7 @@ def image_inputs(
 
 
 def _fits(span: Span, frame: memoryview, vision: VisionInfo) -> bool:
-    if frame.nbytes != prod(span.pixels) * 4:
+    if frame.nbytes != prod(span.pixels) * 4 or span.length > vision.max_rows:
         return False
     if not vision.mrope:
         return span.pixels == vision.pixel_shape and span.length == vision.image_rows and not span.grid

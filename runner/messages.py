@@ -183,8 +183,8 @@ class VisionInfo(msgspec.Struct, frozen=True, array_like=True):
     first of them open (0)."""
     image_rows: int = 0
     """Rows of an image; 0 where that follows from its grid."""
-    max_span: int = 0
-    """Rows of the longest two-way span that fits into a step."""
+    max_rows: int = 0
+    """Of the largest image that is taken."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):

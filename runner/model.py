@@ -51,7 +51,8 @@ class Model:
         self.vocab_size, self.hidden_size = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_shapes = _kv_shapes(hf)
-        self.num_weights = sum(p.numel() for p in hf.base_model.parameters()) - weight.numel()
+        text_model = getattr(hf.base_model, "language_model", hf.base_model)
+        self.num_weights = sum(p.numel() for p in text_model.parameters()) - weight.numel()
         """Of the layers: embedding and head left out."""
 
     @property

@@ -100,6 +100,8 @@ def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size:
             hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, each)
             torch.cuda.synchronize(model.device)
             seconds = time.perf_counter() - started
+        if model.vision is not None:
+            model.vision.encode_largest(limits.max_model_len)
         # Raw logits, a filtered copy and the sampler's temporaries.
         logits = model.logits(hidden[: limits.max_num_seqs]).float()
         forward = torch.cuda.max_memory_allocated(model.device) - before

@@ -32,9 +32,12 @@ FAMILIES = {
 }
 """By transformers' model type."""
 
+MAX_ROWS = 16_384
+"""Of an image, where that depends on its size: what Qwen2-VL's own processor makes at most."""
+
 
 class Vision:
-    """What encodes images. `info.max_span` is set once the step's size is known."""
+    """What encodes images. `info.max_rows` is set once the step's size is known (`Engine`)."""
 
     def __init__(self, hf: PreTrainedModel, family: Family) -> None:
         self._body: Any = hf.base_model
@@ -69,13 +72,14 @@ class Vision:
         rows = features.flatten(0, 1) if isinstance(features, Tensor) and features.dim() == 3 else features
         return (rows if isinstance(rows, Tensor) else torch.cat(list(rows))).to(weight.dtype)
 
-    def largest(self, max_rows: int) -> tuple[Tensor, tuple[int, ...]]:
-        """(pixels, grid) of an image as large as `encode` may be given, of at most `max_rows` rows, all zeros."""
+    def encode_largest(self, max_model_len: int) -> None:
+        """An image as large as `encode` may be given, all zeros: to see what memory that takes."""
         info = self.info
         if not info.mrope:
-            return torch.zeros(info.pixel_shape), ()
-        side = max(int(max_rows**0.5), 1) * info.merge_size
-        return torch.zeros(side * side, info.pixel_shape[1]), (1, side, side)
+            self.encode(torch.zeros(info.pixel_shape), ())
+            return
+        side = max(int(min(max_model_len, MAX_ROWS) ** 0.5), 1) * info.merge_size
+        self.encode(torch.zeros(side * side, info.pixel_shape[1]), (1, side, side))
 
 
 def _info(config: PretrainedConfig, family: Family) -> VisionInfo:

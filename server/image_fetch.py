@@ -31,13 +31,13 @@ def is_public(address: Address) -> bool:
     """Whether it is an address of the internet: not loopback, link-local, private, unique-local, multicast, reserved,
     nor a way to write one of these in IPv6."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        inner = [address.sixtofour, *(address.teredo or ())]
         if address.is_site_local or any(each is not None and not is_public(each) for each in inner):
             return False
-        if address.ipv4_mapped is not None:
-            return True
     return address.is_global and not (
         address.is_multicast or address.is_reserved or address.is_loopback or address.is_unspecified
     )

@@ -100,7 +100,7 @@ class Vision:
                 ImageFetcher(allowed_domains, max_bytes=limits.max_bytes),
                 limits,
             )
-            vision.prepare(Image.new("RGB", (64, 64)), max_rows=1 << 30)
+            vision.prepare(Image.new("RGB", (64, 64)), info.max_rows)
         except Exception as error:
             logger.warning("no images can be taken: the model's image processor is of no use (%s)", error)
             return None
@@ -135,7 +135,7 @@ class Vision:
 
     def prepare(self, image: Image.Image, max_rows: int) -> ImageRows:
         """What the image processor makes of an image. Raises ImageError."""
-        info = self.info
+        info, max_rows = self.info, min(max_rows, self.info.max_rows)
         if info.image_rows > max_rows:
             raise TooManyImageRows(info.image_rows, max_rows)
         if info.mrope and (rows := self._rows_of(image)) > max_rows:

@@ -257,5 +257,6 @@ def _seeded() -> Iterator[None]:
 
 def _bytes_per_block(path: Path, block_size: int, dtype: torch.dtype) -> int:
     config = AutoConfig.from_pretrained(path).get_text_config()
-    shapes = [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shapes = [(config.num_key_value_heads, head_dim)] * config.num_hidden_layers
     return bytes_per_block(shapes, block_size, dtype)
