@@ -238,9 +238,7 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
         if config.load_format == "dummy":
             hf = _dummy(kind, hf_config, config, device, options)
         else:
-            hf = kind.from_pretrained(
-                path, config=hf_config, trust_remote_code=config.trust_remote_code, **options
-            )
+            hf = kind.from_pretrained(path, config=hf_config, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"can't load model {path!r}: {error}") from error
     hf.eval().requires_grad_(False)

@@ -276,7 +276,7 @@ class Scheduler:
         return Admission(sequence, computed, blocks)
 
     def _cut_back(self, request: Request, cached: list[int]) -> list[int]:
-        """A hit that ends inside a two-way span is of no use from the span's start on: its rows are computed at once."""
+        """A hit that ends inside a two-way span is of no use from the span's start on: its rows go together."""
         blocks = len(cached)
         while (row := request.unsplit(blocks * self.block_size)) < blocks * self.block_size:
             blocks = row // self.block_size

@@ -102,7 +102,9 @@ class ImageFetcher:
         headers = {"Host": parts.netloc, "Accept": "image/*", "Accept-Encoding": "identity"}
         # trust_env: no proxy, no .netrc. The certificate is checked against the host's name, not the address.
         async with (
-            httpx.AsyncClient(trust_env=False, follow_redirects=False, headers=headers, timeout=self._seconds) as client,
+            httpx.AsyncClient(
+                trust_env=False, follow_redirects=False, headers=headers, timeout=self._seconds
+            ) as client,
             client.stream("GET", pinned, extensions={"sni_hostname": host}) as response,
         ):
             if response.status_code != 200:

@@ -17,8 +17,8 @@ from urllib.parse import unquote_to_bytes
 import pybase64
 from PIL import Image, ImageOps
 
-# Pillow tells standard error of damaged metadata, and of sizes that are refused here anyway. (Not around each call: what
-# is ignored is ignored in all threads.)
+# Pillow tells standard error of damaged metadata, and of sizes that are refused here anyway. (Not around each call:
+# what is ignored is ignored in all threads.)
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 MAX_IMAGE_BYTES = 20 << 20

@@ -1,12 +1,12 @@
 """Images among a prompt's parts: the text around each as the model's processor writes it, tokenised as it is there.
 
-Used by `inputs`. transformers' processors put an image into a text and tokenise the whole of it; here the pieces between
-images are tokenised each by itself, with the image's token next to it, and so become the same ids.
+Used by `inputs`. transformers' processors put an image into a text and tokenise the whole of it; here the pieces
+between images are tokenised each by itself, with the image's token next to it, and so become the same ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from server.segments import ImagePart, Part, TextPart
@@ -43,8 +43,13 @@ def _pop_text(done: list[Part], where: str) -> TextPart:
     return TextPart("", where)
 
 
-async def tokenised_between(part: TextPart, encode: Callable[[str, str], Awaitable[list[int]]]) -> list[int]:
-    """The ids of a text between special tokens, without theirs. `encode`: of a text and the field that it came in."""
+def with_neighbours(part: TextPart) -> str:
+    """A text with the special tokens that stand next to it, to be tokenised so."""
     before, behind = part.between
-    ids = await encode(f"{before}{part.text}{behind}", part.where)
-    return ids[bool(before) : len(ids) - bool(behind)]
+    return f"{before}{part.text}{behind}"
+
+
+def without_neighbours(token_ids: list[int], part: TextPart) -> list[int]:
+    """The ids of `with_neighbours`, without those of the special tokens."""
+    before, behind = part.between
+    return token_ids[bool(before) : len(token_ids) - bool(behind)]

@@ -15,9 +15,9 @@ from runner.messages import EMBEDDING_ID
 from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
 from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
+from server.image_parts import laid_out, with_neighbours, without_neighbours
 from server.prompt import PromptRows, Segment
 from server.schemas import CompletionRequest
-from server.image_parts import laid_out, tokenised_between
 from server.segments import MAX_IMAGES, MAX_PARTS, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
 from server.services import Services
 from server.truncation import Truncation
@@ -172,9 +172,9 @@ async def encode_parts(
         else:
             # A text that is the whole prompt is no different from a plain one.
             around = add_special_tokens and len(parts) == 1
-            token_ids = await tokenised_between(
-                part, lambda text, where: encode_prompt(text, services, add_special_tokens=around, param=where)
-            )
+            piece = with_neighbours(part)
+            token_ids = await encode_prompt(piece, services, add_special_tokens=around, param=part.where)
+            token_ids = without_neighbours(token_ids, part)
             if add_special_tokens and not around and part is parts[0]:
                 token_ids = services.tokenizer.opening_ids + token_ids
             await asyncio.sleep(0)  # a short text takes a millisecond or two, and there may be thousands

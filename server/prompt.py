@@ -54,7 +54,9 @@ class PromptRows:
             if isinstance(segment, Rows):
                 spans.append(Span(start, length))
             elif isinstance(segment, ImageRows):
-                spans.append(Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid))
+                spans.append(
+                    Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid)
+                )
             else:
                 token_ids[start : start + length] = segment
             start += length

@@ -61,9 +61,7 @@ class ImagePart:
 Part = TextPart | IdsPart | EmbeddingPart | ImagePart
 
 
-def parse_parts(
-    value: Sequence[Any], where: str, *, take_embeddings: bool, take_images: bool = False
-) -> list[Part]:
+def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool, take_images: bool = False) -> list[Part]:
     """The parts of one prompt. `take_embeddings`: whether this server takes any; `take_images`: whether its model sees.
 
     Raises InvalidRequest, or UnsupportedParameter for parts that this server does not know.
@@ -90,7 +88,9 @@ def _parse_part(part: Any, where: str, take_embeddings: bool, take_images: bool)
         return parse_image_part(part, where, take_images=take_images)
     if kind in _NOT_YET:
         raise UnsupportedParameter(f"{where}.type: {kind} parts are not supported.", param=f"{where}.type")
-    raise InvalidRequest(f"{where}.type must be one of text, token_ids, prompt_embeds, image_url.", param=f"{where}.type")
+    raise InvalidRequest(
+        f"{where}.type must be one of text, token_ids, prompt_embeds, image_url.", param=f"{where}.type"
+    )
 
 
 def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings: bool) -> EmbeddingPart:

@@ -55,7 +55,7 @@ class ImageRows:
     two_way: bool
     grid: tuple[int, ...]
     side: int
-    """Positions that it takes in a prompt whose rows have three-dimensional ones: the longer side of `grid`, in rows."""
+    """The longer side of `grid`, in rows: so many positions it takes, where rows have them in three dimensions."""
     merge_size: int
     digests: bytes = field(repr=False)
     """[num_rows, DIGEST_BYTES]: of what it shows, and the row's place in it."""
@@ -138,10 +138,12 @@ class Vision:
         info, max_rows = self.info, min(max_rows, self.info.max_rows)
         if info.image_rows > max_rows:
             raise TooManyImageRows(info.image_rows, max_rows)
-        if info.mrope and (rows := self._rows_of(image)) > max_rows:
-            raise TooManyImageRows(rows, max_rows)
         try:
+            if info.mrope and (rows := self._rows_of(image)) > max_rows:
+                raise TooManyImageRows(rows, max_rows)
             made = self._processor(images=[image], return_tensors="np")
+        except ImageError:
+            raise
         except ValueError:
             raise ImageError("the image has a shape that this model does not take") from None
         pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)

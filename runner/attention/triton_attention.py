@@ -95,8 +95,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     """Online softmax over the KV rows [tile_from, tile_to) of one sequence and one KV head.
 
     total [M, D], row_max [M], row_sum [M]: the running state, fp32, maxima in base-2 units. MASKED: each score is
-    checked against its row's position and the `last` one that the row sees; rows of the cache outside [visible_from, visible_to) are then not read at all,
-    since what lies there may be anything (a NaN would survive a weight of zero).
+    checked against its row's position and the last one that the row sees (`last`); rows of the cache outside
+    [visible_from, visible_to) are then not read at all, since what lies there may be anything (a NaN would survive a
+    weight of zero).
     """
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
@@ -319,9 +320,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     key_cache, value_cache, block_stride, row_stride, head_stride,
     block_table, block_table_stride, entry_slots, entry_starts, positions, attend_until,
     out, scale, window, softcap, num_rows, num_entries, num_decodes,
-    GROUP: tl.constexpr, TWO_WAY: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, TWO_WAY: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): a tile of BLOCK_M // GROUP rows of one entry, with all query heads of KV head h.
 
@@ -420,8 +421,8 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
         batch.block_table, batch.block_table.stride(0), batch.entry_slots, batch.entry_starts, batch.positions,
         batch.positions if batch.attend_until is None else batch.attend_until,
         out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
-        GROUP=group, TWO_WAY=batch.attend_until is not None, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim,
-        PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
-        PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
+        GROUP=group, TWO_WAY=batch.attend_until is not None, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim, PAGE=key_cache.shape[1],
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim), PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
     )  # fmt: skip

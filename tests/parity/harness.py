@@ -39,6 +39,7 @@ from runner.messages import (
 )
 from runner.sequence import Request
 
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """An image, as its processor leaves it: float32 pixels and the number of rows that it becomes."""

@@ -1,5 +1,5 @@
-"""Images among a prompt's parts, up to the runner's message: what is checked, how the text around them is tokenised, and
-where their rows and positions go. The model and its image processor are not needed for it."""
+"""Images among a prompt's parts, up to the runner's message: what is checked, how the text around them is tokenised,
+and where their rows and positions go. The model and its image processor are not needed for it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def vision(**changes: Any) -> Vision:
 def image(seed: int = 0) -> dict[str, Any]:
     buffer = io.BytesIO()
     picture(seed).save(buffer, "png")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def text(value: str) -> dict[str, Any]:
@@ -105,7 +106,8 @@ def test_bad_parts(part: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("detail", [None, "auto", "low", "high", "original"])
 def test_detail_is_accepted(detail: str | None) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
-    assert parse_parts([part], "p", take_embeddings=True, take_images=True) == [ImagePart("data:,", "p[0].image_url.url")]
+    expected = ImagePart("data:,", "p[0].image_url.url")
+    assert parse_parts([part], "p", take_embeddings=True, take_images=True) == [expected]
 
 
 def test_models_that_see_nothing() -> None:
@@ -168,7 +170,8 @@ def test_equal_images_have_equal_digests() -> None:
     seen = vision()
     rows = [seen.prepare(picture(seed), 100) for seed in (1, 1, 2)]
     seen.close()
-    digests = [[each.digests[at : at + DIGEST_BYTES] for at in range(0, ROWS * DIGEST_BYTES, DIGEST_BYTES)] for each in rows]
+    starts = range(0, ROWS * DIGEST_BYTES, DIGEST_BYTES)
+    digests = [[each.digests[at : at + DIGEST_BYTES] for at in starts] for each in rows]
     assert digests[0] == digests[1]
     assert len({*digests[0], *digests[2]}) == 2 * ROWS
 
