@@ -423,6 +423,7 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
         out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
         GROUP=group, TWO_WAY=batch.attend_until is not None, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim, PAGE=key_cache.shape[1],
-        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim), PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
+        PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
     )  # fmt: skip

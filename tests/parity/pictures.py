@@ -37,7 +37,8 @@ class Scene:
 
     def mixed(self, seed: int) -> Prompt:
         """The same prompt with some of its tokens as embeddings."""
-        rng, pieces = random.Random(seed), []
+        rng = random.Random(seed)
+        pieces: list[Piece] = []
         for piece in self.pieces:
             if isinstance(piece, list) and len(piece) > 2:
                 start, end = sorted(rng.sample(range(len(piece) + 1), 2))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from runner.limits import BadConfiguration
 from runner.messages import Abort
@@ -107,7 +108,7 @@ def test_chunks_never_split_an_image_that_attends_both_ways(
         scenes[0].path, async_scheduling=overlap, block_size=block_size, max_num_seqs=3, chunked_prefill_size=3,
         max_num_batched_tokens=FIXED_ROWS + 2,
     )  # fmt: skip
-    seen = []
+    seen: list[tuple[int, int, int, int]] = []
     launch = harness.engine.scheduler._launch
 
     def watch(*args: object) -> object:
@@ -228,7 +229,7 @@ def test_answers_from_cached_prefixes(scenes: list[Scene], overlap: bool) -> Non
     harness.assert_empty()
 
 
-def _longer(each: Scene, rows: int) -> np.ndarray | None:  # type: ignore[type-arg]
+def _longer(each: Scene, rows: int) -> NDArray[np.int32] | None:
     if each.positions is None:
         return None
     behind = each.positions.max() + 1 + np.arange(rows, dtype=np.int32)

@@ -71,8 +71,8 @@ def port() -> Iterator[int]:
 
 def fetch(url: str, *allowed: str, inside: bool = False, **options: Any) -> bytes:
     """`inside`: addresses of this machine count as public ones."""
-    policy = {"is_allowed_address": lambda address: address.is_loopback} if inside else {}
-    fetcher = ImageFetcher(allowed, max_bytes=options.pop("max_bytes", 10_000), **policy, **options)
+    policy: dict[str, Any] = {"is_allowed_address": lambda address: address.is_loopback} if inside else {}
+    fetcher = ImageFetcher(allowed, max_bytes=10_000, **policy, **options)
     return asyncio.run(fetcher.fetch(url))
 
 

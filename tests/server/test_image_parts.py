@@ -22,7 +22,7 @@ from server.image_file import ImageLimits
 from server.image_parts import laid_out
 from server.image_template import ImageTemplate
 from server.prompt import PromptRows
-from server.segments import EmbeddingPart, IdsPart, ImagePart, TextPart, parse_parts
+from server.segments import EmbeddingPart, IdsPart, ImagePart, Part, TextPart, parse_parts
 from server.tokenizer import Tokenizer
 from server.vision import ImageRows, Layout, Vision
 from tests.models import CHAT_TEMPLATE
@@ -129,7 +129,7 @@ def test_models_that_see_nothing() -> None:
 
 def test_what_the_processor_writes_joins_the_neighbours() -> None:
     shown, ids, rows = ImagePart("u", "i"), IdsPart([1], "ids"), EmbeddingPart("", "e")
-    parts = [TextPart("a", "t"), shown, TextPart("b", "t2"), TextPart("c", "t3"), shown, shown, ids, shown, rows]
+    parts: list[Part] = [TextPart("a", "t"), shown, TextPart("b", "t2"), TextPart("c", "t3"), shown, shown, ids, shown, rows]
     begin, end, token = LAYOUT.before, LAYOUT.after, LAYOUT.image_token
     assert laid_out(parts, LAYOUT) == [
         TextPart(f"a{begin}", "t", ("", token)),
