@@ -186,6 +186,7 @@ class Endpoint:
                 max_model_len=info.max_model_len,
                 block_size=info.block_size,
                 private_cache=not config.enable_prefix_caching,
+                vision=info.vision,
             )
         except InvalidRequest as error:
             return self._reject(message, "invalid", str(error))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,9 +23,20 @@ from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.grammar import FAILED, GrammarExecutor, MaskRow, Outcome
+from runner.image_encoder import ImageEncoder
 from runner.kv_cache import KVCache, bytes_per_block
-from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
-from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
+from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
+from runner.messages import (
+    EMBEDDING_ID,
+    End,
+    ModelInfo,
+    PromptLogprobs,
+    Started,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+    VisionInfo,
+)
 from runner.model import Model, max_positions, read_model_config
 from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
@@ -32,6 +44,7 @@ from runner.sequence import Key, Request, Sequence
 from runner.step import Step
 from runner.step_stats import StepStats
 from runner.trial import load_checked, measure
+from runner.vision import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +94,9 @@ class Engine:
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
             max_num_seqs=limits.max_num_seqs,
+            vision=vision_info(model, limits),
         )
+        self._images = None if model.vision is None else ImageEncoder(model.vision, self.device.stream)
         overlap = config.async_scheduling
         self._depth = 1 if (model.device.type == "cuda" if overlap is None else overlap) else 0
         self._launched: deque[Launched] = deque()
@@ -128,15 +143,27 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self._counters.accepted_row_bytes += request.row_bytes
-        self.scheduler.add(request)
+        if request.images and self._images is not None:
+            self._images.add(request)
+        else:
+            self.scheduler.add(request)
 
     def refuse(self, request: Request) -> None:
         """Gives back what the endpoint has counted for a request that is not to run after all."""
         self._counters.accepted_row_bytes += request.row_bytes
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         self.released_row_bytes += request.row_bytes
         self.scheduler.refuse(request)
 
     def abort(self, key: Key, choice: int = -1) -> None:
+        if self._images is not None and (waiting := self._images.get(key)) is not None:
+            waiting.unwanted |= set(range(waiting.n)) if choice == -1 else {choice}
+            if len(waiting.unwanted) == waiting.n:
+                self._images.remove(waiting)
+                self._forget(waiting)
+            return
         sequences = self.scheduler.requests.get(key)
         if sequences:
             request = sequences[0].request
@@ -145,7 +172,8 @@ class Engine:
 
     def abort_worker(self, worker: int) -> None:
         """Aborts everything that came from a worker."""
-        for key in [key for key in self.scheduler.requests if key[0] == worker]:
+        waiting = [] if self._images is None else self._images.keys
+        for key in [key for key in [*self.scheduler.requests, *waiting] if key[0] == worker]:
             self.abort(key)
 
     def _release_rows(self, request: Request) -> None:
@@ -174,13 +202,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._images)
 
     def stats(self) -> Stats:
         scheduler, counters, steps = self.scheduler, self._counters, self._step_stats
         return Stats(
             running=scheduler.num_running,
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + (0 if self._images is None else self._images.num_sequences),
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks - 1,
             steps=steps.steps,
@@ -219,6 +247,11 @@ class Engine:
             raise
 
     def _step(self) -> None:
+        if self._images:
+            for request in self._images.advance():
+                self.scheduler.add(request)
+                for choice in request.unwanted:
+                    self.scheduler.abort(request.key, choice)
         step = self._scheduled = self.scheduler.schedule()
         if step is not None:
             self._step_stats.launched()
@@ -343,7 +376,7 @@ class Engine:
             if not sequence.ended:
                 ids: list[int] = targets.tolist()
                 rows = zip(ids, _token_logprobs(ids, logprobs, score.top), strict=True)
-                entries = tuple(None if token == EMBEDDING_ID else row for token, row in rows)
+                entries = tuple(None if token <= EMBEDDING_ID else row for token, row in rows)
                 worker, number = sequence.request.key
                 output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
@@ -365,6 +398,21 @@ class Engine:
                 row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top]
             )
         return result
+
+
+def vision_info(model: Model, limits: Limits) -> VisionInfo | None:
+    """What workers must know to take images. Raises `BadConfiguration` where no step can hold one."""
+    if model.vision is None:
+        return None
+    info = model.vision.info
+    rows = info.image_rows or min(limits.max_model_len, MAX_ROWS)
+    most = limits.max_num_batched_tokens - limits.max_num_seqs + 1  # all others may be decoding
+    if info.two_way and most < rows:
+        raise BadConfiguration(
+            f"this model computes the {rows} rows of an image in one step: --max-num-batched-tokens must be at least "
+            f"{rows + limits.max_num_seqs - 1}, or --max-num-seqs smaller"
+        )
+    return msgspec.structs.replace(info, max_rows=rows)
 
 
 def _size(step: Step) -> str:

@@ -172,15 +172,16 @@ class Scheduler:
 
         prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
         budget = self._prompt_budget(len(decodes), prefills)
+        spare = self.budget - len(decodes) - budget
         chunks: list[tuple[int, int]] = []  # (slot, rows)
         for slot in prefills[np.argsort(table.admission[prefills])].tolist():
-            budget = self._take_chunk(chunks, slot, budget)
+            budget = self._take_chunk(chunks, slot, budget, spare)
         admissions: list[Admission] = []
         room = self.max_admitted_rows
         while budget > 0 and (admission := self._admit(room)):
             admissions.append(admission)
             room -= len(admission.sequence.token_ids)
-            budget = self._take_chunk(chunks, admission.sequence.slot, budget)
+            budget = self._take_chunk(chunks, admission.sequence.slot, budget, spare)
 
         singles = [slot for slot, rows in chunks if rows == 1]
         chunks = [chunk for chunk in chunks if chunk[1] > 1]
@@ -215,11 +216,16 @@ class Scheduler:
         # But never so much that prompts hardly get on.
         return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
 
-    def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int) -> int:
-        rows = min(int(self.table.length[slot] - self.table.computed[slot]), budget)
+    def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int, spare: int) -> int:
+        """`spare`: how much more than `budget` the step's first chunk may take, if a span must not be split."""
+        computed = int(self.table.computed[slot])
+        rows = min(int(self.table.length[slot]) - computed, budget)
+        sequence = self.table.sequences[slot]
+        if sequence is not None and sequence.request.two_way:
+            rows = _whole_spans(sequence.request, computed, rows, budget if chunks else budget + spare)
         if rows > 0:
             chunks.append((slot, rows))
-        return budget - rows
+        return max(budget - rows, 0)
 
     def _admit(self, room: int) -> Admission | None:
         """Gives the first waiting sequence that may run a slot and the blocks of all its known rows, if both are there
@@ -234,6 +240,8 @@ class Scheduler:
             # The last row is always computed: its logits are what the next token is sampled from.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
             cached = self.pool.acquire(links[: (known - 1) // self.block_size])
+            if request.two_way:
+                cached = self._cut_back(request, cached)
         missing = -(-known // self.block_size) - len(cached)
         if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
             self.pool.release(cached)
@@ -267,6 +275,14 @@ class Scheduler:
         sequence.slot = slot
         return Admission(sequence, computed, blocks)
 
+    def _cut_back(self, request: Request, cached: list[int]) -> list[int]:
+        """A hit that ends inside a two-way span is of no use from the span's start on: its rows go together."""
+        blocks = len(cached)
+        while (row := request.unsplit(blocks * self.block_size)) < blocks * self.block_size:
+            blocks = row // self.block_size
+        self.pool.release(cached[blocks:])
+        return cached[:blocks]
+
     def _launch(self, slots: NDArray[np.int32], counts: NDArray[np.int32], new_blocks: NDArray[np.int32],
                 num_decodes: int, admissions: list[Admission]) -> Step:  # fmt: skip
         table = self.table
@@ -297,6 +313,8 @@ class Scheduler:
         request, first_row = sequence.request, int(step.starts[entry])
         for position, rows in request.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
+        if request.position_ids is not None:
+            step.position_runs.append((first_row, request.position_ids[:, start:end]))
         top = request.sampling.prompt_logprobs
         if top is not None and sequence.scores_prompt:
             # Row p predicts position p + 1. After a preemption, rows that were scored before are not scored again.
@@ -422,3 +440,13 @@ class Scheduler:
         table.open[slot] = False
         table.free.append(slot)
         sequence.slot = -1
+
+
+def _whole_spans(request: Request, computed: int, rows: int, most: int) -> int:
+    """The rows of a chunk that begins at row `computed`, so that it splits no two-way span: `rows` or fewer, or `most`
+    at most where the span begins right there. (One that fits into no step is refused before it comes here.)"""
+    end = request.unsplit(computed + rows)
+    if end <= computed:
+        end = request.two_way_end(computed)
+        return end - computed if end - computed <= most else 0
+    return end - computed

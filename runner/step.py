@@ -61,6 +61,8 @@ class Step:
     admissions: list[Admission]
     embedding_runs: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)
     """(row of the step of the first, the rows' bytes) for every run of embedding rows."""
+    position_runs: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+    """(row of the step of the first, their position ids, [3, n]) for every run of prompt rows that has such."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     @property

@@ -34,7 +34,9 @@ def create_app(
 
     def body_limit() -> int:
         model = engine.model
-        return config.body_limit_for(model.max_model_len, model.hidden_size) if model else 0
+        if model is None:
+            return 0
+        return config.body_limit_for(model.max_model_len, model.hidden_size, sees=model.vision is not None)
 
     # The last one added is the outermost. All are plain ASGI: BaseHTTPMiddleware hides the client's disconnect.
     app.add_middleware(BodyLimit, limit=body_limit)

@@ -76,6 +76,8 @@ class ServerConfig:
     generation_config: str = "auto"
     """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
     enable_prompt_embeds: bool = True
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images are fetched, where a request names them by URL; empty: none."""
     strict_params: bool = False
     trust_request_chat_template: bool = False
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -168,11 +170,13 @@ class ServerConfig:
             debug_checks=self.debug_checks,
         )
 
-    def body_limit_for(self, max_model_len: int, hidden_size: int) -> int:
-        """The largest request body, bytes: a full context of float32 rows in base64, and room for the rest."""
+    def body_limit_for(self, max_model_len: int, hidden_size: int, *, sees: bool = False) -> int:
+        """The largest request body, bytes: a full context of float32 rows in base64, and room for the rest. `sees`: the
+        model takes images, so that there is room for two of the largest at least."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
-        return max_model_len * hidden_size * 4 * 4 // 3 + 4 * _MIB
+        rows = max_model_len * hidden_size * 4 * 4 // 3
+        return (max(rows, 56 * _MIB) if sees else rows) + 4 * _MIB
 
 
 def _public_name(model: str) -> str:

@@ -164,7 +164,11 @@ class EngineClient:
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
         client = (inbox.context and inbox.context.api_key) or 0
-        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client)
+        positions = () if prompt.positions is None else (prompt.positions.data.cast("B"),)
+        message = Generate(
+            self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client,
+            has_positions=bool(positions),
+        )  # fmt: skip
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
         stream = GenerationStream(self, inbox)
@@ -172,7 +176,7 @@ class EngineClient:
             inbox.context.on_end.append(stream.abort)
         self._timeouts.start(inbox, self._give_up)
         try:
-            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *prompt.rows):
+            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *positions, *prompt.rows):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
             while not inbox.accepted and inbox.error is None:
                 await inbox.wait()

@@ -266,6 +266,15 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         help=_with_default("accept prompts made of embeddings", "on"),
     )
     add(
+        "--allowed-media-domains",
+        nargs="+",
+        action="extend",
+        type=_nonempty,
+        metavar="HOST",
+        help="hosts from which images are fetched that a request names by an http(s) URL (default: none; data: URLs"
+        " are always taken)",
+    )
+    add(
         "--strict-params",
         action="store_true",
         help=_with_default("refuse requests with parameters that nobody knows, instead of ignoring these", "off"),

@@ -13,14 +13,17 @@ from starlette.requests import Request
 from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
+from server.embedding_markers import EmbeddingMarkers
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
+from server.image_template import ImageTemplate, processor_template
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
 from server.tools.styles import ToolStyle, load_tool_style
+from server.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,10 @@ class Services:
     """Whether parameters that nobody knows are refused."""
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
+    vision: Vision | None = None
+    """None: the model takes no images."""
+    image_template: ImageTemplate | None = None
+    """Set if `vision` is."""
     running: RunningAnswers = field(default_factory=RunningAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
     knows_all_answers: bool = True
@@ -69,6 +76,7 @@ class Services:
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
         on_compiled: Callable[[float], None] = lambda seconds: None,
+        allowed_media_domains: Sequence[str] = (),
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
         `on_compiled`: see `Grammars`.
@@ -77,6 +85,11 @@ class Services:
         """
         folder = Path(model.path)
         tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
+        vision = None
+        if model.vision is not None:
+            vision = Vision.load(folder, model.vision, tokenizer, allowed_media_domains)
+            if tokenizer.transformers.chat_template is None:
+                tokenizer.transformers.chat_template = processor_template(folder)
         template = ChatTemplate.load(tokenizer, chat_template)
         return cls(
             engine=engine,
@@ -95,7 +108,15 @@ class Services:
             strict_params=strict_params,
             trust_request_template=trust_request_template,
             knows_all_answers=knows_all_answers,
+            vision=vision,
+            image_template=None if vision is None else ImageTemplate(template, vision),
         )
+
+    def markers(self) -> EmbeddingMarkers:
+        """For the embeddings and images of one conversation."""
+        sees = self.vision is not None and self.image_template is not None and self.image_template.knows_images
+        marker = self.vision.marker if self.vision is not None and sees else ""
+        return EmbeddingMarkers(take_embeddings=self.enable_prompt_embeds, image_marker=marker)
 
     @property
     def system_fingerprint(self) -> str:

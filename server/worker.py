@@ -226,6 +226,7 @@ class Worker:
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
             on_compiled=self.engine.metrics.grammar_compile_time.observe,
+            allowed_media_domains=config.allowed_media_domains,
         )
         return replace(services, created=self._created)
 
