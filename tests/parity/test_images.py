@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from runner.config import ClientLimits
 from runner.limits import BadConfiguration
 from runner.sequence import InvalidRequest
 from tests.models import random_prompt
@@ -191,7 +192,7 @@ def _family(each: Scene) -> VisionFamily:
 def test_clients_take_turns(scenes: list[Scene]) -> None:
     """One with many images doesn't keep the other's waiting."""
     one, other = scenes[2], scenes[1]
-    harness = Harness(one.path)
+    harness = Harness(one.path, clients=(ClientLimits(), ClientLimits()))
     encoder = harness.engine._images
     assert encoder is not None
     many = [scene(one.path, _family(one), "a0", seed) for seed in (1, 2, 3)]
