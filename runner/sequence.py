@@ -190,7 +190,7 @@ def _two_way(spans: tuple[Span, ...], digests: bytes, vision: VisionInfo | None)
             if vision is None or not vision.two_way:
                 raise InvalidRequest("this model's rows attend to those before them only")
             if span.length > vision.max_rows:
-                raise InvalidRequest(f"rows that attend both ways are at most {vision.max_rows} in a row")
+                raise InvalidRequest(f"an image's rows, which attend both ways, are at most {vision.max_rows}")
             own = digests[first * DIGEST_BYTES : (first + span.length) * DIGEST_BYTES]
             digest = blake2b(own, digest_size=DIGEST_BYTES).digest()
             found.append(TwoWaySpan(span.start, span.start + span.length, digest))

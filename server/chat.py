@@ -122,7 +122,9 @@ async def chat_prompt_text(
         tools = requested_tools(request, services)
     _check_template(request, services)
     keep_developer = template.mentions("developer", request.chat_template)
-    messages: Sequence[Mapping[str, Any]] = parse_messages(request.messages, keep_developer=keep_developer, embeddings=embeddings)
+    messages: Sequence[Mapping[str, Any]] = parse_messages(
+        request.messages, keep_developer=keep_developer, embeddings=embeddings
+    )
     variables = request.chat_template_kwargs or {}
     for key in sorted(template.reserved_names & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs must not set {key}.", param="chat_template_kwargs")

@@ -129,7 +129,8 @@ def test_models_that_see_nothing() -> None:
 
 def test_what_the_processor_writes_joins_the_neighbours() -> None:
     shown, ids, rows = ImagePart("u", "i"), IdsPart([1], "ids"), EmbeddingPart("", "e")
-    parts: list[Part] = [TextPart("a", "t"), shown, TextPart("b", "t2"), TextPart("c", "t3"), shown, shown, ids, shown, rows]
+    texts = TextPart("a", "t"), TextPart("b", "t2"), TextPart("c", "t3")
+    parts: list[Part] = [texts[0], shown, *texts[1:], shown, shown, ids, shown, rows]
     begin, end, token = LAYOUT.before, LAYOUT.after, LAYOUT.image_token
     assert laid_out(parts, LAYOUT) == [
         TextPart(f"a{begin}", "t", ("", token)),
