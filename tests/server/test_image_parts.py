@@ -24,7 +24,7 @@ from server.image_template import ImageTemplate
 from server.prompt import PromptRows
 from server.segments import EmbeddingPart, IdsPart, ImagePart, Part, TextPart, parse_parts
 from server.tokenizer import Tokenizer
-from server.vision import ImageRows, Layout, Vision
+from server.vision import Layout, PreparedImage, Vision
 from tests.models import CHAT_TEMPLATE
 from tests.server.fakes import Api, FakeEngine, say, services, tokenizer
 from tests.vision_models import picture
@@ -273,9 +273,11 @@ def test_what_does_not_go_with_images(api: tuple[Api, FakeEngine]) -> None:
 # --- positions ------------------------------------------------------------------------------------------------------
 
 
-def rows(num_rows: int, grid: tuple[int, ...] = (), merge: int = 2) -> ImageRows:
+def rows(num_rows: int, grid: tuple[int, ...] = (), merge: int = 2) -> PreparedImage:
     side = max(grid[1:], default=0) // merge
-    return ImageRows(np.zeros((4, 1), np.float32), num_rows, False, grid, side, merge, bytes(num_rows * DIGEST_BYTES))
+    return PreparedImage(
+        np.zeros((4, 1), np.float32), num_rows, False, grid, side, merge, bytes(num_rows * DIGEST_BYTES)
+    )
 
 
 def test_positions_of_images_in_three_dimensions() -> None:
