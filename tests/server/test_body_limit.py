@@ -238,7 +238,7 @@ def test_the_limit_follows_from_the_model() -> None:
     assert ServerConfig(max_body_bytes=5).body_limit_for(2048, 4096) == 5
     two_images = 2 * MAX_IMAGE_BYTES * 4 // 3
     assert two_images < ServerConfig().body_limit_for(512, 64, sees=True) < two_images * 1.2
-    assert ServerConfig().body_limit_for(2048, 4096, sees=True) == ServerConfig().body_limit_for(2048, 4096)
+    assert ServerConfig().body_limit_for(8192, 4096, sees=True) == ServerConfig().body_limit_for(8192, 4096)
 
 
 # --- through a server -------------------------------------------------------------------------------------------------
