@@ -177,6 +177,8 @@ class Worker:
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
+            if services.vision is not None:
+                services.vision.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.flush)
 
