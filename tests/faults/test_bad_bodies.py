@@ -29,7 +29,8 @@ SHAPE = {"message", "type", "param", "code"}
 
 TELLTALES = re.compile(
     r"/(?:home|root|tmp|usr|opt|var|proc|work|etc(?!/passwd))\b|site-packages|\.py\b|\bline \d+\b.*\bin \w+"
-    r"|Traceback|0x[0-9a-f]{6,}|\bipc://|\bworker\d|\.sock\b|object at|<class|pydantic|starlette|uvicorn|torch\.(?:nn|_|cuda)",
+    r"|Traceback|0x[0-9a-f]{6,}|\bipc://|\bworker\d|\.sock\b|object at|<class|pydantic|starlette|uvicorn"
+    r"|torch\.(?:nn|_|cuda)",
     re.IGNORECASE,
 )
 """Folders, files, addresses, names of libraries: what an error must never tell."""
