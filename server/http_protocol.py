@@ -21,6 +21,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_DROPPED_BYTES = 256 << 20
 """A refused body is read on and dropped, so that its sender sees the answer; but not without end."""
+MAX_PIPELINED = 64
+"""Requests that wait behind the one that is being answered. A single read may hold eight thousand."""
 MAX_FRAMING = 8
 """Bytes around each byte of a chunked body, on average, and `MAX_HEAD_BYTES` more. Chunks of one byte have 5."""
 HEAD_SECONDS = 60.0
@@ -36,6 +38,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = False
     _in_body = False
+    _answering: RequestResponseCycle | None = None
+    """The request whose turn it is. `cycle` is the one that came last."""
     _messages = 0
     _body_bytes = 0
     """Of all requests of the connection."""
@@ -67,6 +71,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._slow_reader is not None:
             self._slow_reader.stop()
         super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:
+            self._tell_gone(self._answering)  # uvicorn tells only the one that came last.
+        self.pipeline.clear()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -90,8 +97,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(APIError(400, f"More than {MAX_PIPELINED} requests wait here.", code="invalid_http"))
         else:
             super().on_headers_complete()
+            if not self.pipeline:
+                self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -102,6 +113,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
         if not self.transport.is_closing():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if following is not None:
+            self._answering = following
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -131,8 +148,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(APIError(400, "The request's chunks carry too much beside the body.", code="invalid_http"))
 
     def _is_answering(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
-        return cycle is not None and not cycle.response_complete
+        return self._answering is not None and not self._answering.response_complete
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -158,7 +174,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answer without the application, and close. Where the application has begun to answer, only close."""
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
+        cycle = self._answering
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body = json.dumps(error.body()).encode()
             head = [
@@ -171,6 +187,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             ]
             self.transport.write(b"".join(head) + body)
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # Nothing more is written for it, and whoever reads its body is told.
-            cycle.message_event.set()
+            self._tell_gone(cycle)
         self.transport.close()
+
+    @staticmethod
+    def _tell_gone(cycle: RequestResponseCycle) -> None:
+        """Nothing more is written for it, and whoever reads its body or waits for its end is told."""
+        cycle.disconnected = True
+        cycle.message_event.set()
