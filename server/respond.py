@@ -154,7 +154,8 @@ class _Chunks:
         return b""
 
     def encode(self, delta: Delta) -> bytes:
-        if not self._has_frames or delta.is_first or delta.finish_reason is not None or delta.tokens or delta.prompt:
+        has_more = delta.is_first or delta.finish_reason is not None or delta.tokens or delta.prompt
+        if has_more or not delta.text or not self._has_frames:
             return self._encode(delta)
         frame = self._frames.get(delta.index)
         if frame is None:
