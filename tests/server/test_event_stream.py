@@ -169,12 +169,12 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 @given(pieces=st.lists(st.tuples(st.integers(0, 2), TEXTS), max_size=8), usage=st.booleans(), chat=st.booleans())
-def test_a_frame_is_what_the_format_would_have_written(
-    pieces: list[tuple[int, str]], usage: bool, chat: bool
-) -> None:
+def test_a_frame_is_what_the_format_would_have_written(pieces: list[tuple[int, str]], usage: bool, chat: bool) -> None:
     given_services = services(FakeEngine(lambda *_: Line([])))
     if chat:
-        form: Any = ChatFormat(parse(ChatRequest, {"messages": [{"role": "user", "content": "x"}]}), None, given_services)
+        form: Any = ChatFormat(
+            parse(ChatRequest, {"messages": [{"role": "user", "content": "x"}]}), None, given_services
+        )
     else:
         form = CompletionFormat(parse(CompletionRequest, {"prompt": "x"}), [], given_services)
     chunks = _Chunks(Deltas(), form, Envelope.new("x", "m\0", "fp"), StreamOptions(include_usage=usage))  # type: ignore[arg-type]
