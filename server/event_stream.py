@@ -147,7 +147,8 @@ class _Pump:
             self._end.set_exception(error)
         if pieces:
             self._writer.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        if self._answer.is_complete and self._encoding is None and not self._end.done():
+        is_encoding = self._encoding is not None
+        if self._answer.is_complete and not is_encoding and not self._end.done():
             self._end.set_result(None)
 
     def _collect(self, pieces: list[bytes]) -> None:

@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,7 +54,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = uvicorn.Config(app, port=port, http=LimitedHttpProtocol, log_config=None, lifespan="off", access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.01)
     context = multiprocessing.get_context("spawn")
     answered, go_on = context.Value("i", 0), context.Event()

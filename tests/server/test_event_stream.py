@@ -231,7 +231,7 @@ def test_a_slow_client_gets_everything_in_fewer_events(fast: ServerProcess) -> N
 
 
 def test_an_echo_with_many_log_probabilities(fast: ServerProcess) -> None:
-    fields = {"prompt": [5, 6, 7] * 400, "echo": True, "logprobs": 2}
+    fields: dict[str, Any] = {"prompt": [5, 6, 7] * 400, "echo": True, "logprobs": 2}
     (whole,) = fast.complete(8, **fields).json()["choices"]
     stream = fast.open_stream(8, **fields)
     *events, done = stream.rest()
@@ -240,4 +240,5 @@ def test_an_echo_with_many_log_probabilities(fast: ServerProcess) -> None:
     assert len(parts) > 1
     assert "".join(part["text"] for part in parts) == whole["text"]
     for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert sum((part["logprobs"][key] for part in parts if part["logprobs"]), []) == whole["logprobs"][key]
+        streamed = [value for part in parts if part["logprobs"] for value in part["logprobs"][key]]
+        assert streamed == whole["logprobs"][key]

@@ -128,7 +128,7 @@ def test_no_second_body_is_made() -> None:
     assert peak < 1 << 20
 
 
-# --- properties, with the limit so low that hypothesis finds the places where it matters -------------------------------
+# --- properties, with the limit so low that hypothesis finds the places where it matters ------------------------------
 
 STRINGS = st.one_of(
     st.text(max_size=6),
