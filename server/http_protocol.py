@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from server.errors import APIError
+from server.event_stream import BODY_WRITER
 from server.request_context import new_request_id
 from server.slow_readers import PERIOD_SECONDS, SlowReader
 
@@ -45,6 +50,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """Of all requests of the connection."""
     _dropped_bytes = 0
     _framing_room = 0
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        writes: Writes | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.writes = Writes(self.loop) if writes is None else writes
+        self.on_writable: Callable[[], None] | None = None
+        """Called when the client has read what had made the connection full."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,11 +121,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             if not self.pipeline:
                 self._answering = self.cycle
+            self._offer_writer()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if not self.transport.is_closing():
             super().on_body(body)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def _offer_writer(self) -> None:
+        """To the application, whose task has not begun to run yet."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self.scope["extensions"] = {BODY_WRITER: CycleWriter(self, cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -195,3 +225,55 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Nothing more is written for it, and whoever reads its body or waits for its end is told."""
         cycle.disconnected = True
         cycle.message_event.set()
+
+
+class Writes:
+    """What is going to be written to the connections of one event loop, all of it together once nothing else is waiting
+    to run. A step's tokens become events first and are written then: system calls in a row take half the time of as
+    many with Python in between, and a client in the same machine is woken up less often."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[tuple[CycleWriter, bytes]] = []
+
+    def add(self, writer: CycleWriter, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append((writer, data))
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for writer, data in waiting:
+            writer.write_now(data)
+
+
+class CycleWriter:
+    """`event_stream.BodyWriter`: parts of a chunked response, written as `RequestResponseCycle.send` writes them."""
+
+    __slots__ = ("_cycle", "_flow", "_protocol", "_transport", "_writes")
+
+    def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+        self._flow, self._transport, self._writes = cycle.flow, cycle.transport, protocol.writes
+
+    @property
+    def on_writable(self) -> Callable[[], None] | None:
+        return self._protocol.on_writable
+
+    @on_writable.setter
+    def on_writable(self, call: Callable[[], None] | None) -> None:
+        self._protocol.on_writable = call  # of a connection's requests only one is being answered
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        self._writes.add(self, data)
+
+    def flush(self) -> None:
+        self._writes.flush()
+
+    def write_now(self, data: bytes) -> None:
+        if data and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
