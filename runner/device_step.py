@@ -34,6 +34,7 @@ from runner.staging import Staging, record_words, upload_words
 from runner.step import PromptScore, Step
 from runner.step_graphs import StepGraphs, StepSize
 from runner.stream import Event, make_stream
+from runner.taken_rows import TakenRows, take_rows
 from runner.token_bans import BanEdit, TokenBans
 
 STAGING_DEPTH = 3
@@ -71,6 +72,8 @@ class Launched:
     """(what was scored, the ids at its positions, their log-probabilities), on the host."""
     mask_shape: tuple[int, int] = (0, 0)
     """(entries that a grammar constrains, int32 words of each one's mask): what `stage_masks` has made room for."""
+    hidden: TakenRows | None = None
+    """Of the step's `hidden_runs`, on the host."""
     ends: list[tuple[Sequence, Outcome]] = field(default_factory=list)
     """Sequences of this step that their grammar ends before the token that it samples."""
 
@@ -86,6 +89,8 @@ class DeviceStep:
         self.sampling = SamplingState.allocate(num_slots, device)
         self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device)
         self.rows = torch.zeros(max_num_batched_tokens, model.hidden_size, dtype=model.dtype, device=device)
+        self._hidden = torch.zeros_like(self.rows)
+        """[T, hidden]: the running step's last hidden states. What reads them needs no graph of its own."""
         words = upload_words(num_slots, max_admitted_rows(max_model_len, max_num_batched_tokens), cache.block_size)
         self.upload = torch.zeros(words, dtype=torch.int32, device=device)
         self._record = self.upload[: record_words(num_slots)].view(3, -1)
@@ -218,6 +223,8 @@ class DeviceStep:
             longest = max(len(admission.sequence.token_ids) for admission in step.admissions)
             sampling, count = self.sampling, len(step.admissions)
             admit(self.upload, self._record.numel(), count, longest, self.slots, sampling.floats, sampling.ints)
+        if self.debug_checks:
+            self._hidden.fill_(torch.nan)
         size = StepSize(step.num_rows, step.num_entries, step.num_decodes, int(step.computed.max()))
         graph = None
         if self._graphs is not None and not step.prompt_scores:
@@ -227,6 +234,8 @@ class DeviceStep:
         else:
             hidden = self._forward_pass(size, step.starts.tolist(), step.computed.tolist())
             self._score_prompts(launched, hidden)
+        if step.hidden_runs:
+            launched.hidden = take_rows(self._hidden, step.hidden_runs, self._to_device, _to_host)
         if self.debug_checks:
             self._check_mask(step)
 
@@ -268,7 +277,7 @@ class DeviceStep:
     @torch.inference_mode()
     def _forward_pass(self, size: StepSize, host_starts: list[int] | None = None,
                       host_seq_lens: list[int] | None = None) -> Tensor:  # fmt: skip
-        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden].
+        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden], also left in `_hidden`.
 
         Args:
             host_starts, host_seq_lens: of the step's own entries, for backends that can't be captured.
@@ -292,6 +301,7 @@ class DeviceStep:
             host_seq_lens=host_seq_lens or [],
         )
         hidden = self.model.forward(self._input_rows(rows), batch.positions, batch)
+        self._hidden[:rows].copy_(hidden)
         # Where every entry is a decode, entry i's row is row i.
         last = hidden if size.decodes == entries else hidden[inputs.last_rows[:entries]]
         self.model.logits(last, out=self._logits[:entries])

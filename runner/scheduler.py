@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
 from runner.messages import FinishReason
+from runner.hidden import NO_POSITION
 from runner.sequence import Key, Request, Sequence
-from runner.step import Admission, PromptScore, Step
+from runner.step import Admission, HiddenRun, PromptScore, Step
 
 _SMALL_PADDING = 128
 """Rows; a step's weights have to be read for few rows as for many."""
@@ -55,6 +56,8 @@ class SlotTable:
         """Has rows left to launch."""
         self.asks: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Its sampling asks for more than a temperature."""
+        self.hidden_from: NDArray[np.int32] = np.full(num_slots, NO_POSITION, np.int32)
+        """`Sequence.hidden_from`."""
         self.stop_ids: NDArray[np.int32] = np.full((num_slots, 4), -1, np.int32)
         self.free = list(range(num_slots - 1, -1, -1))
 
@@ -227,9 +230,10 @@ class Scheduler:
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
         if not sequence.scores_prompt:
-            # The last row is always computed: its logits are what the next token is sampled from.
+            # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
+            # hidden states are wanted: the cache has none.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
-            cached = self.pool.acquire(links[: (known - 1) // self.block_size])
+            cached = self.pool.acquire(links[: min(known - 1, sequence.hidden_from) // self.block_size])
         missing = -(-known // self.block_size) - len(cached)
         if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
             self.pool.release(cached)
@@ -254,6 +258,7 @@ class Scheduler:
         table.origin[slot] = (*request.key, sequence.choice)
         table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
         table.asks[slot] = not request.sampling.is_plain
+        table.hidden_from[slot] = sequence.hidden_from
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
         sequence.slot = slot
@@ -275,6 +280,8 @@ class Scheduler:
                     num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
         for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
+        for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
+            self._add_hidden_run(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
         table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
@@ -297,6 +304,15 @@ class Scheduler:
                 score = PromptScore(entry, first_row + score_start - 1 - start, score_start, score_end, top)
                 step.prompt_scores.append(score)
                 sequence.prompt_logprobs_sent = score_end
+
+    def _add_hidden_run(self, step: Step, entry: int, start: int) -> None:
+        """The rows of an entry whose hidden states are wanted. (After a preemption, some may have been taken.)"""
+        sequence, end = step.sequences[entry], int(step.computed[entry])
+        first = max(start, sequence.hidden_from)
+        summed = sequence.request.sampling.return_hidden_states == "mean"
+        step.hidden_runs.append(HiddenRun(entry, int(step.starts[entry]) + first - start, first, end, summed))
+        sequence.hidden_from = end
+        self.table.hidden_from[sequence.slot] = end
 
     def _preempt_newest(self) -> None:
         """Takes slot and blocks from the sequence admitted last, of the least urgent; it waits in front of its equals,

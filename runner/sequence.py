@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from runner.block_hash import BlockHashes
 from runner.grammar import Matcher
+from runner.hidden import NO_POSITION, KeptHidden, first_hidden
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span
 
 Key = tuple[int, int]
@@ -75,8 +76,11 @@ class Request:
         prompt_len = len(token_ids)
         if not 1 <= prompt_len <= max_model_len or prompt_len + sampling.max_tokens > max_model_len:
             raise InvalidRequest(f"prompt and answer must fit in {max_model_len} rows")
-        if message.n < 1 or sampling.max_tokens < (0 if sampling.prompt_logprobs is not None else 1):
+        may_be_silent = sampling.prompt_logprobs is not None or sampling.return_hidden_states != ""
+        if message.n < 1 or sampling.max_tokens < (0 if may_be_silent else 1):
             raise InvalidRequest("n and max_tokens must be at least 1")
+        if sampling.return_hidden_states == "mean" and (message.n, sampling.max_tokens) != (1, 0):
+            raise InvalidRequest("a mean is of one prompt without an answer")
         embedding = token_ids == EMBEDDING_ID
         if token_ids.max() >= vocab_size or token_ids.min() < EMBEDDING_ID:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
@@ -146,6 +150,10 @@ class Sequence:
     """The sibling that computes the prompt's blocks, until it has."""
     matcher: Matcher | None = None
     """What its tokens must follow. Knows every token that has retired, and none that is in flight."""
+    hidden_from: int = NO_POSITION
+    """The hidden states from this position on are wanted and not taken yet."""
+    kept_hidden: KeptHidden = field(default_factory=KeptHidden)
+    """What of them is sent with its end."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -164,6 +172,8 @@ class Sequence:
         sequences = [Sequence(request, choice, request.hashes.fork(), request.token_ids) for choice in range(request.n)]
         for sibling in sequences[1:]:
             sibling.waits_for = sequences[0]
+        for sequence in sequences:
+            sequence.hidden_from = first_hidden(request.sampling, request.prompt_len, sequence.choice)
         if request.sampling.grammar:
             for sequence, matcher in zip(sequences, request.matchers, strict=True):
                 sequence.matcher = matcher

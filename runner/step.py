@@ -34,6 +34,19 @@ class PromptScore:
 
 
 @dataclass(eq=False)
+class HiddenRun:
+    """An entry some of whose rows' hidden states leave the device: prompt or answer positions start … end - 1."""
+
+    entry: int
+    first_row: int
+    """Row of the step at position `start`."""
+    start: int
+    end: int
+    summed: bool
+    """Only their sum is wanted."""
+
+
+@dataclass(eq=False)
 class Step:
     """Entries are packed one behind the other, those with one row (decodes) first. E entries, T rows."""
 
@@ -59,6 +72,7 @@ class Step:
     embedding_runs: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)
     """(row of the step of the first, the rows' bytes) for every run of embedding rows."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
+    hidden_runs: list[HiddenRun] = field(default_factory=list)
 
     @property
     def num_entries(self) -> int:

@@ -29,6 +29,7 @@ from runner.messages import (
     EMBEDDING_ID,
     End,
     Generate,
+    HiddenRows,
     PromptLogprobs,
     SamplingParams,
     Span,
@@ -54,6 +55,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_positions: list[int] = field(default_factory=list)
     """Parallel to `prompt_logprobs`."""
+    hidden: list[HiddenRows] = field(default_factory=list)
     started: Started | None = None
     end: End | None = None
 
@@ -207,6 +209,10 @@ class Harness:
             answer.started = started
         for part in output.prompt_logprobs:
             self._add_prompt_logprobs(part)
+        for rows in output.hidden:
+            answer = self.answers[rows.request, rows.choice]
+            assert answer.end is None, "hidden states after the end"
+            answer.hidden.append(rows)
         for end in output.ends:
             answer = self.answers[end.request, end.choice]
             assert answer.end is None, "ended twice"
