@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
-from runner.messages import FinishReason
 from runner.hidden import NO_POSITION
+from runner.messages import FinishReason
 from runner.sequence import Key, Request, Sequence
 from runner.step import Admission, HiddenRun, PromptScore, Step
 

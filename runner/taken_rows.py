@@ -1,5 +1,5 @@
-"""A step's hidden states on their way to the host. Called by `runner.device_step` behind the forward, read by the engine
-once the step is done."""
+"""A step's hidden states on their way to the host. Called by `runner.device_step` behind the forward, read by the
+engine once the step is done."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
 from server.generation import ChoiceEvent
+from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
 from server.sampling import common_params, params_for_prompt
 from server.schemas import CompletionRequest, GenerationRequest
@@ -46,6 +47,7 @@ class PromptAnswer:
         prompt_logprobs: bool,
         skip_special_tokens: bool,
         shown_special: frozenset[int] = frozenset(),
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.num_rows = len(prompt)
         self.first_index = first_index
@@ -65,6 +67,7 @@ class PromptAnswer:
             )
             for each in range(n)
         ]
+        self._hidden = hidden
         self._prompt_logprobs = prompt_logprobs
         if not self._missing:
             self._add_prompt_records()
@@ -72,6 +75,8 @@ class PromptAnswer:
     def feed(self, event: ChoiceEvent) -> Iterator[Delta]:
         if event.started is not None and event.choice == 0:
             self.cached_tokens = event.started.cached_tokens
+        if event.hidden and self._hidden is not None:
+            self._hidden.add(event.hidden)
         if self._missing:
             for part in event.prompt_logprobs:
                 self.entries.extend(part.entries)
@@ -85,9 +90,13 @@ class PromptAnswer:
         else:
             ready = [event]
         for each in ready:
-            delta = self.choices[each.choice].feed(each.tokens, each.logprobs, each.end)
-            if delta is not None:
-                yield delta
+            choice = self.choices[each.choice]
+            delta = choice.feed(each.tokens, each.logprobs, each.end)
+            if delta is None:
+                continue
+            if self._hidden is not None and delta.finish_reason is not None:
+                delta.hidden = self._hidden.take(each.choice, choice.num_tokens)
+            yield delta
 
     def _add_prompt_records(self) -> None:
         if self._echo is not None and self._prompt_logprobs:
@@ -206,6 +215,7 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
+    services.rows_out.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(
@@ -249,6 +259,7 @@ async def sampling_params(
         for prompt in prompts
     ]
     _check_size(prompts, sampling, request.num_made)
+    hidden_bytes(request, [len(each) for each in prompts], sampling, services.model)
     return sampling
 
 
@@ -286,6 +297,7 @@ def _prompt_answer(
         client_stop_ids=frozenset(request.stop_token_ids or ()),
         keep_records=keep_records or params.logprobs is not None or bool(request.return_token_ids),
     )
+    mode = request.return_hidden_states
     return PromptAnswer(
         prompt,
         first_index,
@@ -296,4 +308,5 @@ def _prompt_answer(
         prompt_logprobs=params.prompt_logprobs is not None,
         skip_special_tokens=request.skip_special_tokens is not False,
         shown_special=shown_special,
+        hidden=None if mode is None else HiddenStates(mode, len(prompt), n, services.model),
     )

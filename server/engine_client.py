@@ -12,9 +12,11 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from runner.messages import (
@@ -25,18 +27,21 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     ModelInfo,
     Ready,
     Rejected,
     SamplingParams,
     Stats,
     StepOutput,
+    TokenRows,
     WorkerGone,
     decode_from_runner,
     encode,
 )
 from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
 from server.generation import ChoiceEvent, GenerationStream, Inbox
+from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
@@ -83,6 +88,7 @@ class EngineClient:
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
         self._requests: dict[int, Inbox] = {}
+        self._look_ups = LookUps()
         self._ids = itertools.count(1)
         self._unsent: list[bytes] = []
         """Aborts and the like that found the socket full: the messages that must not be lost."""
@@ -176,6 +182,19 @@ class EngineClient:
             self._unaccepted_bytes -= row_bytes
         return stream
 
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The model's own input rows of these ids (at least one): their bytes in the model's dtype, in pieces.
+
+        Raises QueueFull (429), InvalidRequest (400), Unavailable and EngineFailed (503).
+        """
+        self._check_running()
+        number = next(self._ids)
+        async with self._look_ups.open(number, self._live_seconds) as answer:
+            ids = np.array(token_ids, dtype=np.int32)
+            if not self._send(encode(LookUp(self._worker, number)), ids.data):
+                raise QueueFull("The engine is not taking requests fast enough.")
+            return await answer
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         """For the streams: tell the runner."""
         self._send_surely(encode(Abort(self._worker, inbox.request, choice)))
@@ -201,6 +220,7 @@ class EngineClient:
         for inbox in list(self._requests.values()):
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
+        self._look_ups.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -274,6 +294,8 @@ class EngineClient:
             inbox = self._requests.get(message.request)
             if inbox is not None:
                 inbox.accept()
+        elif isinstance(message, TokenRows):
+            self._look_ups.add(message)
         elif isinstance(message, Rejected):
             self._on_rejected(message)
         elif isinstance(message, Ready):
@@ -298,10 +320,12 @@ class EngineClient:
 
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
+        invalid = message.reason == "invalid"
+        error = InvalidRequest(message.message) if invalid else QueueFull(message.message)
         if inbox is not None:
-            invalid = message.reason == "invalid"
-            error = InvalidRequest(message.message) if invalid else QueueFull(message.message)
             self._refuse(inbox, error, message.reason)
+        else:
+            self._look_ups.reject(message.request, error)
 
     def _on_step(self, step: StepOutput) -> None:
         """Hand out one step's output. Runs once per step, its loop once per token: keep it short."""
@@ -313,6 +337,9 @@ class EngineClient:
         for entries in step.prompt_logprobs:
             if (inbox := requests.get(entries.request)) is not None:
                 inbox.add_prompt_logprobs(entries)
+        for rows in step.hidden:
+            if (inbox := requests.get(rows.request)) is not None:
+                inbox.add_hidden(rows)
         logprobs = step.logprobs or itertools.repeat(None)
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):
             inbox = requests.get(request)

@@ -19,6 +19,7 @@ from server.answer import Answer
 from server.choices import Delta, TokenRecord
 from server.disconnect import ClientGone, unless_gone
 from server.event_stream import EventStream, event
+from server.hidden_states import HiddenBlock
 from server.ranking import best_choices
 from server.schemas import StreamOptions
 
@@ -40,6 +41,7 @@ class WholeChoice:
     """Of every prompt position, if they were asked for."""
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
+    hidden: HiddenBlock | None = None
 
 
 class Format(Protocol):
@@ -105,6 +107,7 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
                 choice.tokens += delta.tokens
                 choice.prompt += delta.prompt
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.hidden = delta.hidden
     finally:
         answer.close()
     made = len(choices) // len(answer.prompts)
@@ -120,6 +123,7 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
         return msgspec.json.encode(body)
 
     records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
+    records += sum(_hidden_records(choice) for choice in told)
     return Response(await _run(encode, records), media_type="application/json")
 
 
@@ -150,13 +154,18 @@ async def _events(answer: Answer, form: Format, envelope: Envelope, options: Str
 
     async with aclosing(answer.deltas()) as deltas:
         async for delta in deltas:
-            if len(delta.tokens) + len(delta.prompt) <= _INLINE_RECORDS:
+            if len(delta.tokens) + len(delta.prompt) + _hidden_records(delta) <= _INLINE_RECORDS:
                 yield encode(delta)
             else:
                 yield await asyncio.to_thread(encode, delta)
     if options.include_usage:
         usage = answer.usage.body() | form.usage_details()
         yield event(envelope.body(form.chunk_object, []) | {"usage": usage})
+
+
+def _hidden_records(part: WholeChoice | Delta) -> int:
+    """So many tokens' log-probabilities take as long to format as these hidden states."""
+    return 0 if part.hidden is None else part.hidden.rows.nbytes // 256
 
 
 async def _run(encode: Callable[[], bytes], records: int) -> bytes:

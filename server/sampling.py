@@ -12,6 +12,7 @@ import msgspec
 
 from runner.messages import ModelInfo, SamplingParams
 from server.errors import ContextLengthExceeded, InvalidRequest
+from server.hidden_states import asked_of_runner
 from server.schemas import INT64_MIN, ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -101,6 +102,7 @@ def common_params(request: GenerationRequest, model: ModelInfo, defaults: Genera
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=_num_logprobs(request),
         allowed_token_ids=_allowed(request, stop_ids, model.vocab_size),
+        return_hidden_states=asked_of_runner(request),
     )
 
 
@@ -131,8 +133,9 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, context: int, pa
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         asked, name = request.max_completion_tokens, "max_completion_tokens"
     scoring = isinstance(request, CompletionRequest) and bool(request.echo)
-    if asked == 0 and not scoring:
-        least = "1 (0 is only allowed with echo)" if isinstance(request, CompletionRequest) else "1"
+    if asked == 0 and not scoring and request.return_hidden_states is None:
+        names = "echo or return_hidden_states" if isinstance(request, CompletionRequest) else "return_hidden_states"
+        least = f"1 (0 is only allowed with {names})"
         raise InvalidRequest(f"{name} must be at least {least}.", param=name)
     room = context - prompt_tokens
     if room < (0 if asked == 0 else 1):

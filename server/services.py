@@ -15,8 +15,10 @@ from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
+from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
+from server.rows_out import RowBudget
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
@@ -43,6 +45,11 @@ class Services:
     """Whether parameters that nobody knows are refused."""
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
+    default_pooling: Pooling = "mean"
+    """Of /v1/embeddings."""
+    dimensions: Dimensions = field(default_factory=Dimensions)
+    """To which lengths embeddings may be cut."""
+    rows_out: RowBudget = field(default_factory=RowBudget)
     running: RunningAnswers = field(default_factory=RunningAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
     knows_all_answers: bool = True
@@ -68,6 +75,7 @@ class Services:
         trust_request_template: bool = False,
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
+        pooling: str = "auto",
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
 
@@ -93,6 +101,8 @@ class Services:
             strict_params=strict_params,
             trust_request_template=trust_request_template,
             knows_all_answers=knows_all_answers,
+            default_pooling=load_pooling(folder, pooling),
+            dimensions=Dimensions.load(folder),
         )
 
     @property

@@ -195,6 +195,7 @@ class Worker:
             trust_request_template=config.trust_request_chat_template,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
+            pooling=config.pooling,
         )
         return replace(services, created=self._created)
 

@@ -222,7 +222,7 @@ def hf_logits(path: Path, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def hf_hidden(path: Path, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The last hidden states, behind the final norm, of `prompt` (token ids, or rows [n, hidden]): [n, hidden], fp32."""
+    """The last hidden states, behind the final norm, of `prompt` (ids, or rows [n, hidden]): [n, hidden], fp32."""
     body = hf_model(path).base_model
     if isinstance(prompt, torch.Tensor):
         hidden: torch.Tensor = body(inputs_embeds=prompt[None], use_cache=False).last_hidden_state
