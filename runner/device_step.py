@@ -277,7 +277,7 @@ class DeviceStep:
     @torch.inference_mode()
     def _forward_pass(self, size: StepSize, host_starts: list[int] | None = None,
                       host_seq_lens: list[int] | None = None) -> Tensor:  # fmt: skip
-        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden]; `_hidden` has them, too.
+        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden] (so has `_hidden`).
 
         Args:
             host_starts, host_seq_lens: of the step's own entries, for backends that can't be captured.

@@ -90,7 +90,7 @@ def assert_mean(s: Sample, answer: Answer) -> None:
 @overlap
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_pooled_prompts(shelf: EngineShelf, family: Family, overlap: bool) -> None:
-    """Nothing is sampled. In chunks, whole, of one row, as embeddings, beside an answer, and again from a warm cache."""
+    """Nothing is sampled. In chunks, of one row, as embeddings, beside an answer, and again from a warm cache."""
     harness = shelf.engine(family, async_scheduling=overlap, max_num_batched_tokens=16)
     samples = [sample(shelf.path(family), length) for length in (1, 3, 16, 37)]
     for _ in range(2):
