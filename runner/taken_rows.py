@@ -50,6 +50,6 @@ def take_rows(hidden: Tensor, runs: list[HiddenRun], to_device: Callable[[Tensor
         for run in runs
         if run.summed
     ]
-    index = np.concatenate(whole) if whole else np.empty(0, np.int64)
-    rows = hidden[to_device(torch.from_numpy(index))] if whole else hidden[:0]
-    return TakenRows(to_host(rows), to_host(torch.stack(sums) if sums else hidden[:0].float()))
+    none = torch.empty(0, hidden.shape[1], dtype=hidden.dtype)
+    rows = to_host(hidden[to_device(torch.from_numpy(np.concatenate(whole)))]) if whole else none
+    return TakenRows(rows, to_host(torch.stack(sums)) if sums else none.float())

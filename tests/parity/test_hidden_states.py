@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.device_step import DeviceStep, Launched
 from runner.messages import HiddenRows
+from runner.step_graphs import StepSize
 from tests.models import Family, hf_hidden
 from tests.parity.harness import Answer, Harness, Prompt
 from tests.parity.reference import Sample, sample
@@ -207,3 +209,42 @@ def test_many_rows_travel_in_pieces(shelf: EngineShelf, monkeypatch: pytest.Monk
     answer = harness.generate(s.ids, 2, return_hidden_states="all")
     assert [len(part.rows) // (64 * 4) for part in answer.hidden] == [10, 10, 10, 7, 1]
     assert_hidden(s, answer, "all")
+
+
+class _Graphs:
+    """Stands in for captured graphs: a replay leaves its results in the device's buffers and returns nothing."""
+
+    def __init__(self, device: DeviceStep) -> None:
+        self._device, self._launch = device, device._forward
+        self.replays = 0
+        device._forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, launched: Launched, words: int) -> None:
+        self._step = launched.step
+        self._launch(launched, words)
+
+    def forward(self, rows: int, entries: int, decodes: int) -> _Graphs:
+        self._size = StepSize(rows, entries, decodes, int(self._step.computed.max()))
+        return self
+
+    def sampling(self, entries: int, asks: object) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._device._forward_pass(self._size, self._step.starts.tolist(), self._step.computed.tolist())
+
+
+def test_steps_replayed_from_graphs(shelf: EngineShelf) -> None:
+    """A step whose states are wanted needs no other path than its neighbours'."""
+    harness = Harness(shelf.path("llama"), max_num_batched_tokens=16, async_scheduling=True)
+    graphs: Any = _Graphs(harness.engine.device)
+    harness.engine.device._graphs = graphs
+    s = sample(shelf.path("llama"), 37)
+    asked = [(harness.add(s.ids, 9, return_hidden_states=mode), mode) for mode in MODES]
+    mean = harness.add(s.rows, 0, return_hidden_states="mean")
+    harness.run()
+    assert graphs.replays == harness.engine.stats().steps
+    for number, mode in asked:
+        assert_hidden(s, harness.answer(number), mode)
+    assert_mean(s, harness.answer(mean))

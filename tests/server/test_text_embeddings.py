@@ -195,7 +195,23 @@ def test_token_embeddings() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "", [], 5, True, {}, [True], [1.0], [-1], [VOCAB_SIZE], [2**70], ["x"], [[5]], [5] * (CONTEXT + 1), "x" * 9999],
+    [
+        None,
+        "",
+        [],
+        5,
+        True,
+        {},
+        [True],
+        [1.0],
+        [-1],
+        [VOCAB_SIZE],
+        [2**70],
+        ["x"],
+        [[5]],
+        [5] * (CONTEXT + 1),
+        "x" * 9999,
+    ],
 )
 def test_token_embeddings_refused(value: Any) -> None:
     with api(say("")) as (client, _):
