@@ -34,7 +34,9 @@ class TokenTable:
         """`max_rows`: of one look-up. `send`: to a worker; may be called from any thread."""
         self._model, self._max_rows, self._send = model, max_rows, send
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token table")
-        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if model.device.type == "cuda":
+            self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._waiting = 0
         self._lock = threading.Lock()
 

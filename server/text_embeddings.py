@@ -25,7 +25,7 @@ from server.embeddings_schema import EmbeddingRequest
 from server.errors import EngineFailed, Unavailable
 from server.inputs import Prompt
 from server.openapi import json_body
-from server.pooling import embedding_of
+from server.pooling import Pooling, embedding_of
 from server.request_context import release_body
 from server.respond import run_handler
 from server.rows_out import as_base64
@@ -83,7 +83,7 @@ def _written(values: npt.NDArray[np.float32], *, as_text: bool) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(values.tolist()))
 
 
-async def _pool_all(prompts: list[Prompt], pooling: str, salt: str, services: Services) -> list[bytes]:
+async def _pool_all(prompts: list[Prompt], pooling: Pooling, salt: str, services: Services) -> list[bytes]:
     """Each prompt's pooled row; prompts are let go of on the way. Raises APIError, once nothing runs any more."""
     rows = [b""] * len(prompts)
     numbers = iter(range(len(prompts)))
@@ -103,9 +103,8 @@ async def _pool_all(prompts: list[Prompt], pooling: str, salt: str, services: Se
     return rows
 
 
-async def _pooled(prompt: Prompt, pooling: str, salt: str, services: Services) -> bytes:
-    mode = "mean" if pooling == "mean" else "last"
-    sampling = SamplingParams(0, temperature=0.0, return_hidden_states=mode)
+async def _pooled(prompt: Prompt, pooling: Pooling, salt: str, services: Services) -> bytes:
+    sampling = SamplingParams(0, temperature=0.0, return_hidden_states=pooling)
     batch = await Batch.open(services.engine, [EngineRequest(prompt.rows, sampling, 1, salt)])
     try:
         return await _row_of(batch)
