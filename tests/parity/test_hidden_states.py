@@ -223,8 +223,8 @@ class _Graphs:
         self._step = launched.step
         self._launch(launched, words)
 
-    def forward(self, rows: int, entries: int, decodes: int) -> _Graphs:
-        self._size = StepSize(rows, entries, decodes, int(self._step.computed.max()))
+    def forward(self, size: StepSize) -> _Graphs:
+        self._size = size
         return self
 
     def sampling(self, entries: int, asks: object) -> None:
