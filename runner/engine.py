@@ -232,7 +232,7 @@ class Engine:
         sequence = step.sequences[entry]
         assert sequence.matcher is not None  # noqa: S101 - the caller has looked
         params = sequence.request.sampling
-        made = int(step.positions[entry]) - sequence.request.prompt_len
+        made = int(step.positions[entry]) - sequence.request.answer_start
         return MaskRow(sequence.matcher, sequence.request.possible_stop_ids, made < params.min_tokens)
 
     def _retire_first(self) -> None:
@@ -258,6 +258,7 @@ class Engine:
         # Before the step is accounted for: the tokens that it sampled for these don't count.
         complete = self._end_by_grammar(launched.ends)
         self._add_hidden(launched, complete, output)
+        self._keep_latents(launched)
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
         ended += complete + followed
@@ -339,7 +340,7 @@ class Engine:
             sequence = launched.step.sequences[run.entry]
             request, count = sequence.request, run.end - run.start
             if sequence.ended:  # no token is chosen from these, but a prompt's are wanted all the same
-                count = min(run.end, request.prompt_len) - run.start if sequence in ended_now else 0
+                count = min(run.end, request.answer_start) - run.start if sequence in ended_now else 0
             if count <= 0 or sequence.kept_hidden.takes(request.sampling, run, rows, count):
                 continue
             worker, data = request.key[0], rows[:count]
@@ -348,6 +349,15 @@ class Engine:
                 continue
             for piece in pieces(request.key[1], sequence.choice, run.start, data):
                 self._emit(worker, StepOutput([], [], [], hidden=[piece]))
+
+    @staticmethod
+    def _keep_latents(launched: Launched) -> None:
+        """A preempted sequence is given its latent rows again, like a prompt's embeddings."""
+        if launched.latents is None:
+            return
+        rows = launched.latents.view(torch.uint8).numpy()
+        for entry, row in zip(launched.step.latent_outputs.tolist(), rows, strict=True):
+            launched.step.sequences[entry].latents.append(row.copy())
 
     def _count(self, step: Step, sampled: int) -> None:
         self._counters.steps += 1

@@ -25,11 +25,11 @@ PIECE_BYTES = 1 << 18
 """Of one message: a worker's event loop decodes it in one go."""
 
 
-def first_hidden(sampling: SamplingParams, prompt_len: int, choice: int) -> int:
+def first_hidden(sampling: SamplingParams, answer_start: int, choice: int) -> int:
     """The first position whose hidden state a choice is asked for; `NO_POSITION` where it is asked for none."""
     if not sampling.return_hidden_states:
         return NO_POSITION
-    return 0 if sampling.return_hidden_states in ("all", "mean") and choice == 0 else prompt_len - 1
+    return 0 if sampling.return_hidden_states in ("all", "mean") and choice == 0 else answer_start - 1
 
 
 class KeptHidden:

@@ -52,8 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How one request's tokens are chosen. Validated by the worker; the runner only re-checks token ids."""
 
     max_tokens: int
-    """At least 1 and at most max_model_len - prompt length; 0 only together with `prompt_logprobs` (scoring) or
-    `return_hidden_states`."""
+    """At least 1 and at most what the prompt and `latent_steps` leave of max_model_len; 0 only together with
+    `prompt_logprobs` (scoring) or `return_hidden_states`."""
     min_tokens: int = 0
     """No id of `stop_token_ids` is sampled before so many tokens."""
     temperature: float = 1.0
@@ -91,7 +91,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     "all": 0 … P + G - 2 (G = 0: 0 … P - 1), as they come. Choices other than the first are not sent the prompt's again:
     theirs begin at P - 1. The first choice reads no cached prefix;
     "mean": the mean over the prompt's rows, with the end. Needs `max_tokens` 0 and one choice; reads no cached prefix.
+
+    Latent steps count as rows of the prompt.
     """
+    latent_steps: int = 0
+    """So many rows follow the prompt before the first token is chosen, each the last hidden state of the row before it.
+    They take positions of the context like any others."""
 
     @property
     def is_plain(self) -> bool:

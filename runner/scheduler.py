@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
 from runner.hidden import NO_POSITION
-from runner.messages import FinishReason
+from runner.messages import EMBEDDING_ID, FinishReason
 from runner.sequence import Key, Request, Sequence
 from runner.step import Admission, HiddenRun, PromptScore, Step
 
@@ -42,6 +42,10 @@ class SlotTable:
         self.known: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Rows whose token ids have arrived: `length` less what is in flight."""
         self.prompt_len: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.answer_start: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """`Request.answer_start`: behind the prompt, and behind its latent steps."""
+        self.admitted: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """Rows known at the admission. Later ones are known to the device first."""
         self.limit: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.published: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Blocks offered to the prefix cache."""
@@ -232,7 +236,7 @@ class Scheduler:
         if not sequence.scores_prompt:
             # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
             # hidden states are wanted: the cache has none.
-            links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
+            links = sequence.hashes.extend(sequence.shared(sequence.token_ids), request.row_digests)
             cached = self.pool.acquire(links[: min(known - 1, sequence.hidden_from) // self.block_size])
         missing = -(-known // self.block_size) - len(cached)
         if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
@@ -251,7 +255,8 @@ class Scheduler:
         table.num_blocks[slot] = len(blocks)
         table.length[slot] = table.known[slot] = known
         table.computed[slot] = computed
-        table.prompt_len[slot] = request.prompt_len
+        table.prompt_len[slot], table.answer_start[slot] = request.prompt_len, request.answer_start
+        table.admitted[slot] = known
         table.limit[slot] = sequence.limit
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
@@ -274,17 +279,22 @@ class Scheduler:
         prompt_len = table.prompt_len[slots]
         prompt_rows = int((np.minimum(computed, prompt_len) - np.minimum(before, prompt_len)).sum())
         samples = reaches_end & (table.length[slots] < table.limit[slots])
+        latent = samples & (table.length[slots] < table.answer_start[slots])
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        step = Step(slots, starts, computed, new_blocks, samples, samples & table.asks[slots], table.length[slots],
+        asking = samples & table.asks[slots] & ~latent
+        step = Step(slots, starts, computed, new_blocks, samples, asking, table.length[slots],
                     num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
-        for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
+        step.latent_outputs = np.nonzero(latent)[0]
+        step.latent_inputs = np.nonzero((before >= table.admitted[slots]) & (before < table.answer_start[slots]))[0]
+        for entry in np.nonzero(before < table.admitted[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
         for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
             self._add_hidden_run(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
-        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
+        # An answer's last token is never computed; a latent step is, be it the last of all rows.
+        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots])) | latent
         table.in_flight[slots] += 1
         self.num_in_flight += 1
         return step
@@ -293,7 +303,7 @@ class Scheduler:
         """The parts of a step that only a chunk of a prompt has: its embedding rows, and the rows to score."""
         sequence, end = step.sequences[entry], int(step.computed[entry])
         request, first_row = sequence.request, int(step.starts[entry])
-        for position, rows in request.embedding_rows(start, end):
+        for position, rows in sequence.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
         top = request.sampling.prompt_logprobs
         if top is not None and sequence.scores_prompt:
@@ -335,26 +345,29 @@ class Scheduler:
             tokens: [E], read where `step.samples`.
 
         Returns:
-            The entries whose token counts (ended sequences' don't), and the sequences that ended with this step.
+            The entries whose token counts (ended sequences' and latent steps' don't), and the sequences that ended
+            with this step.
         """
         table = self.table
         self.num_in_flight -= 1
         live = ~table.ended[step.slots]
         entries = np.nonzero(step.samples & live)[0]
-        slots, new = step.slots[entries], tokens[entries]
+        slots = step.slots[entries]
+        latent = step.positions[entries] < table.answer_start[slots]
+        new = np.where(latent, EMBEDDING_ID, tokens[entries])
         table.token_ids[slots, step.positions[entries]] = new
         table.known[slots] = step.positions[entries] + 1
         self._publish(step, np.nonzero(live)[0])
 
-        stopped = (table.stop_ids[slots] == new[:, None]).any(1)
-        full = table.known[slots] == table.limit[slots]
+        stopped = (table.stop_ids[slots] == new[:, None]).any(1) & ~latent
+        full = (table.known[slots] == table.limit[slots]) & ~latent
         ended: list[Ended] = []
         for i in np.nonzero(stopped | full)[0].tolist():
             sequence = step.sequences[entries[i]]
             ended.append(Ended(sequence, "stop", int(new[i])) if stopped[i] else Ended(sequence, "length"))
         # A sequence that samples nothing at all (max_tokens 0) ends with its prompt's last row.
         scored = live & ~step.samples & (step.computed == table.limit[step.slots])
-        scored &= table.limit[step.slots] == table.prompt_len[step.slots]
+        scored &= table.limit[step.slots] == table.answer_start[step.slots]
         ended += [Ended(step.sequences[entry], "length") for entry in np.nonzero(scored)[0].tolist()]
 
         table.in_flight[step.slots] -= 1
@@ -362,7 +375,7 @@ class Scheduler:
             self._end(end.sequence)
         for entry in np.nonzero(~live)[0].tolist():
             self._release_if_ended(step.sequences[entry])
-        return entries, ended
+        return entries[~latent], ended
 
     def _publish(self, step: Step, entries: NDArray[np.intp]) -> None:
         """Offers the blocks that this step completed to the prefix cache, and lets waiting siblings in."""
@@ -372,9 +385,9 @@ class Scheduler:
         for i in np.nonzero(complete > table.published[slots])[0].tolist():
             slot, sequence = int(slots[i]), step.sequences[entries[i]]
             # Every row of a complete block was an input of this step or an earlier one: its id has arrived.
-            ids = table.token_ids[slot, : computed[i]]
+            ids = sequence.shared(table.token_ids[slot, : computed[i]])
             links = sequence.hashes.extend(ids, sequence.request.row_digests)
-            for block in range(int(table.published[slot]), int(complete[i])):
+            for block in range(int(table.published[slot]), min(int(complete[i]), len(links))):
                 self.pool.publish(int(table.blocks[slot, block]), links[block])
             table.published[slot] = complete[i]
         first_tokens = step.samples[entries] & (step.positions[entries] == table.prompt_len[slots])

@@ -73,6 +73,10 @@ class Step:
     """(row of the step of the first, the rows' bytes) for every run of embedding rows."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
     hidden_runs: list[HiddenRun] = field(default_factory=list)
+    latent_inputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Entries whose one row is the hidden state that the step before has left on the device."""
+    latent_outputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Entries whose next row is this step's hidden state; the token that is sampled for them counts for nothing."""
 
     @property
     def num_entries(self) -> int:
