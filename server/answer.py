@@ -308,5 +308,5 @@ def _prompt_answer(
         prompt_logprobs=params.prompt_logprobs is not None,
         skip_special_tokens=request.skip_special_tokens is not False,
         shown_special=shown_special,
-        hidden=None if mode is None else HiddenStates(mode, len(prompt), n, services.model),
+        hidden=None if mode is None else HiddenStates(mode, len(prompt) + params.latent_steps, n, services.model),
     )

@@ -3,7 +3,7 @@ it) and handed out with each choice's end.
 
 The state at position p is what the token at p + 1 was chosen from. Of a prompt of P rows and a choice of G tokens,
 "all" is 0 … P + G - 2, "answer" P - 1 … P + G - 2 (one state a token), "last" P + G - 2 alone. Where nothing is
-generated (G = 0) the prompt's last position takes the place of P + G - 2.
+generated (G = 0) the prompt's last position takes the place of P + G - 2. Latent steps are rows of the prompt here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def hidden_bytes(
         return 0
     num_rows = 0
     for rows, params in zip(prompt_rows, sampling, strict=True):
-        made = {"all": rows + params.max_tokens, "answer": params.max_tokens}.get(params.return_hidden_states, 1)
+        answer, whole = params.max_tokens, rows + params.latent_steps + params.max_tokens
+        made = {"all": whole, "answer": answer}.get(params.return_hidden_states, 1)
         num_rows += made * request.num_made
     advice = "Ask for fewer tokens (max_tokens), fewer choices, or return_hidden_states: last without stop strings."
     row_bytes = model.hidden_size * ITEM_BYTES[model.dtype]

@@ -37,6 +37,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
 MAX_TEMPLATE_CHARS = 65536
 MAX_DOCUMENTS = 1024
+MAX_LATENT_STEPS = 1024
 
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -192,6 +193,8 @@ class GenerationRequest(RequestBody):
     return_tokens_as_token_ids: bool | None = None
     return_hidden_states: Literal["last", "answer", "all"] | None = None
     """See `hidden_states`."""
+    latent_steps: int | None = Field(None, ge=0, le=MAX_LATENT_STEPS)
+    """Rows between prompt and answer that are the model's own last hidden states."""
 
     @field_validator("return_hidden_states", mode="before")
     @classmethod

@@ -85,6 +85,7 @@ RESPONSE: dict[str, _Neutral] = {
     "function_call": _one_of("none", "auto"),
     "functions": _empty,
     "image": _empty,
+    "latent_steps": _one_of(0),
     "logprobs": _empty,
     "max_completion_tokens": _empty,
     "max_tokens": _empty,

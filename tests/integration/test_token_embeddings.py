@@ -100,6 +100,32 @@ def test_hidden_states(server: RealServer, llama: Path, mode: str) -> None:
         torch.testing.assert_close(decoded(member), expected[begin:], atol=2e-5, rtol=1e-5)
 
 
+def test_latent_steps(server: RealServer, llama: Path) -> None:
+    """Completions and chats think four rows, and answer as a plain transformers loop does."""
+    ids = clear_prompt(llama, 20, seed=2)
+    rows = embed(llama, ids)
+    for _ in range(4):
+        rows = torch.cat([rows, hf_hidden(llama, rows)[-1:]])
+    body = {"model": "m", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with server.client() as client:
+        asked = {**body, "prompt": ids, "latent_steps": 4, "return_hidden_states": "all", "n": 2}
+        answer = client.post("/v1/completions", json=asked).json()
+        chat = {**body, "messages": [{"role": "user", "content": "hello"}]}
+        thinking = client.post("/v1/chat/completions", json={**chat, "latent_steps": 2}).json()
+        prompt = client.post("/v1/chat/completions/render", json=chat).json()["token_ids"]
+    tokens = hf_generate(llama, rows, 3)
+    expected = hf_hidden(llama, torch.cat([rows, embed(llama, tokens[:-1])]))
+    for choice in answer["choices"]:
+        assert choice["token_ids"] == tokens
+        assert choice["hidden_states"]["rows"] == 20 + 4 + 2
+        torch.testing.assert_close(decoded(choice["hidden_states"]), expected, atol=2e-3, rtol=1e-3)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (20, 6)
+    rows = embed(llama, prompt)
+    for _ in range(2):
+        rows = torch.cat([rows, hf_hidden(llama, rows)[-1:]])
+    assert thinking["choices"][0]["token_ids"] == hf_generate(llama, rows, 3)
+
+
 def test_latent_reasoning_from_outside(server: RealServer, llama: Path) -> None:
     """The last state is the next row, four times; then tokens: a plain transformers loop does the same."""
     ids = clear_prompt(llama, 20, seed=2)

@@ -67,9 +67,11 @@ def test_preempted_in_and_behind_latent_steps(shelf: EngineShelf, overlap: bool)
     preempted: list[tuple[int, int]] = []
 
     def between(step: int) -> None:
-        for sequence in harness.engine.scheduler.waiting:
-            if sequence.started:
-                preempted.append((len(sequence.token_ids) - 24, sequence.request.sampling.latent_steps))
+        preempted.extend(
+            (len(sequence.token_ids) - 24, sequence.request.sampling.latent_steps)
+            for sequence in harness.engine.scheduler.waiting
+            if sequence.started
+        )
 
     for latest in (12, 3):  # the newest one is preempted
         asked = [(thought(shelf.path("llama"), 24, steps, seed), steps) for seed, steps in enumerate((5, 5, 5, latest))]

@@ -125,7 +125,7 @@ class _PromptOnly(FakeEngine):
         super().__init__(say(""))
 
     async def _run(self, inbox: Any, submitted: Any) -> None:
-        length = len(submitted.prompt)
+        length = len(submitted.prompt) + submitted.sampling.latent_steps
         first = 0 if submitted.sampling.return_hidden_states == "all" else length - 1
         self._add_hidden(inbox, 0, first, length - first)
         submitted.sampling = type(submitted.sampling)(max_tokens=0)
@@ -160,10 +160,12 @@ def test_not_asked_for(value: Any) -> None:
         assert engine.submitted[0].sampling.return_hidden_states == ""
 
 
-def test_the_responses_api_has_none() -> None:
+@pytest.mark.parametrize("asked", [{"return_hidden_states": "all"}, {"latent_steps": 2}])
+def test_the_responses_api_has_none(asked: dict[str, Any]) -> None:
     with api(say("x")) as (client, _):
-        error = client.post("/v1/responses", {"input": "x", "return_hidden_states": "all"}).json()["error"]
-        assert (error["code"], error["param"]) == ("unsupported_parameter", "return_hidden_states")
+        error = client.post("/v1/responses", {"input": "x", **asked}).json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_parameter", *asked)
+        assert client.post("/v1/responses", {"input": "x", "latent_steps": 0}).status_code == 200
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, COMPLETIONS + "/render"])
@@ -210,6 +212,28 @@ def test_all_answers_together_are_bounded() -> None:
         assert budget.used == 0
 
     asyncio.run(scenario())
+
+
+def test_latent_steps_are_rows_of_the_prompt() -> None:
+    """What they leave of the context, which states are whose, and what is kept of a prompt that is cut for them."""
+    engine = _PromptOnly()
+    client = Api(services(engine))
+    body = {"prompt": PROMPT, "max_tokens": 0, "latent_steps": 3, "return_hidden_states": "all"}
+    assert states(client.post(COMPLETIONS, body).json()["choices"][0]["hidden_states"]) == expected("all", 7, 0)
+    with api(say("x")) as (other, scripted):
+        context = MODEL.max_model_len
+        chat = {"messages": [{"role": "user", "content": "hello"}], "latent_steps": 3}
+        assert other.post(CHAT, chat).status_code == 200
+        cut = {"prompt": [5] * context, "max_tokens": 10, "latent_steps": 3, "truncate_prompt_tokens": -1}
+        assert other.post(COMPLETIONS, cut).status_code == 200
+        fits = {"prompt": [5] * 10, "max_tokens": context - 13, "latent_steps": 3}
+        assert other.post(COMPLETIONS, fits).status_code == 200
+        error = other.post(COMPLETIONS, {**fits, "max_tokens": context - 12}).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "3 in latent_steps" in error["message"]
+    first, second, third = scripted.submitted
+    assert first.sampling.max_tokens == context - len(first.prompt) - 3
+    assert [each.sampling.latent_steps for each in scripted.submitted] == [3, 3, 3]
+    assert (len(second.prompt), third.sampling.max_tokens) == (context - 13, context - 13)
 
 
 def test_states_that_did_not_come() -> None:
