@@ -1,7 +1,8 @@
 """The prefix cache's key: one hash chain per sequence, a link a block. The only place where a cache key is made.
 
 A link covers its parent, the block's token ids (`EMBEDDING_ID` where a row is an embedding, so the ids carry the mask
-too) and the digest of every embedding row in it. The chain starts from the request's cache salt and a key drawn at
+too) and the digest of every embedding row in it. A latent step has no digest: it follows from the rows before it, and
+so says what all of these say. The chain starts from the request's cache salt and a key drawn at
 start, so that nobody can construct two prompts that collide.
 """
 

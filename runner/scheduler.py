@@ -236,7 +236,7 @@ class Scheduler:
         if not sequence.scores_prompt:
             # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
             # hidden states are wanted: the cache has none.
-            links = sequence.hashes.extend(sequence.shared(sequence.token_ids), request.row_digests)
+            links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
             cached = self.pool.acquire(links[: min(known - 1, sequence.hidden_from) // self.block_size])
         missing = -(-known // self.block_size) - len(cached)
         if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
@@ -385,9 +385,9 @@ class Scheduler:
         for i in np.nonzero(complete > table.published[slots])[0].tolist():
             slot, sequence = int(slots[i]), step.sequences[entries[i]]
             # Every row of a complete block was an input of this step or an earlier one: its id has arrived.
-            ids = sequence.shared(table.token_ids[slot, : computed[i]])
+            ids = table.token_ids[slot, : computed[i]]
             links = sequence.hashes.extend(ids, sequence.request.row_digests)
-            for block in range(int(table.published[slot]), min(int(complete[i]), len(links))):
+            for block in range(int(table.published[slot]), int(complete[i])):
                 self.pool.publish(int(table.blocks[slot, block]), links[block])
             table.published[slot] = complete[i]
         first_tokens = step.samples[entries] & (step.positions[entries] == table.prompt_len[slots])

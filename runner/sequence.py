@@ -183,10 +183,6 @@ class Sequence:
             runs.append((first, np.stack(self.latents[first - prompt_len : last - prompt_len])))
         return runs
 
-    def shared(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """What of its known rows the prefix cache may know: latent steps have no digest, nor has what follows them."""
-        return token_ids[: self.request.prompt_len] if self.request.sampling.latent_steps else token_ids
-
     @staticmethod
     def of_request(request: Request) -> list[Sequence]:
         """A request's sequences; all but the first wait for it to fill the prompt's blocks."""

@@ -61,7 +61,7 @@ class Staging:
         sequence, words = admission.sequence, self._words
         known, blocks = len(sequence.token_ids), len(admission.blocks)
         # Staged with the slot of the launch: a later preemption takes the sequence's slot away.
-        words[header : header + 4] = sequence.slot, known, admission.computed, sequence.request.answer_start
+        words[header : header + 4] = sequence.slot, known, admission.computed, sequence.request.prompt_len
         words[header + 4 : header + 14] = pack(sequence.request.sampling, sequence.choice)
         words[header + 14 : header + 16] = at, blocks
         words[at : at + known] = sequence.token_ids

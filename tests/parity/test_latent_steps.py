@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.sequence import InvalidRequest
-from tests.models import Family, embed, hf_generate, hf_hidden, hf_logits, random_prompt
+from tests.models import EOS_ID, Family, embed, hf_generate, hf_hidden, hf_logits, random_prompt
 from tests.parity.harness import Answer, Harness
 from tests.parity.shelf import EngineShelf
 from tests.parity.test_hidden_states import _Graphs, rows_of
@@ -85,8 +86,8 @@ def test_preempted_in_and_behind_latent_steps(shelf: EngineShelf, overlap: bool)
 
 
 @overlap
-def test_the_prefix_cache_knows_nothing_of_them(shelf: EngineShelf, overlap: bool) -> None:
-    """The prompt's blocks are shared with everybody; what follows with nobody, though its ids be the same."""
+def test_the_prefix_cache(shelf: EngineShelf, overlap: bool) -> None:
+    """The prompt's blocks are shared with everybody, latent rows with no embeddings, though all ids be the same."""
     harness = shelf.engine("llama", async_scheduling=overlap)
     path = shelf.path("llama")
     ids, rows, tokens = thought(path, 40, 10, seed=1)
@@ -94,7 +95,7 @@ def test_the_prefix_cache_knows_nothing_of_them(shelf: EngineShelf, overlap: boo
     again = harness.generate(ids, TOKENS, latent_steps=10)
     assert_like(again, tokens)
     assert again.cached_tokens == 32
-    # Longer ones, whose second half has the same mask but other rows.
+    # The same mask, the same rows even: but who sends them as embeddings may send any.
     plain = harness.generate((ids, rows[40:], tokens), TOKENS)
     assert plain.cached_tokens == 32
     expected = hf_generate(path, torch.cat([rows, embed(path, tokens)]), TOKENS)
@@ -149,6 +150,27 @@ def test_with_all_that_sampling_may_ask(shelf: EngineShelf, overlap: bool) -> No
         assert latent.tokens == plain.tokens, each
         assert latent.end is not None and plain.end is not None
         assert (latent.end.reason, latent.end.stop_token) == (plain.end.reason, plain.end.stop_token)
+
+
+@overlap
+def test_a_grammar_begins_with_the_answer(shelf: EngineShelf, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is made for a latent step, and an answer that may end at once has its least length."""
+    harness = shelf.engine("llama", async_scheduling=overlap)
+    ids, rows, _ = thought(shelf.path("llama"), 24, 4)
+    grammar = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z ]*/"}]})
+    asked: list[int] = []
+    fill = harness.engine._grammars.fill
+    monkeypatch.setattr(harness.engine._grammars, "fill", lambda rows, masks: asked.append(1) or fill(rows, masks))
+    for least in (0, 3):
+        options: dict[str, Any] = {"grammar": grammar, "stop_token_ids": (EOS_ID,), "min_tokens": least}
+        # Nothing but the ending token is wanted, wherever it is allowed.
+        options["logit_bias"] = ((EOS_ID, 100.0),)
+        latent = harness.generate(ids, TOKENS, latent_steps=4, **options)
+        assert len(asked) == len(latent.tokens) == least + 1
+        asked.clear()
+        plain = harness.generate((ids, rows[24:]), TOKENS, **options)
+        assert latent.tokens == plain.tokens
+        asked.clear()
 
 
 def test_replayed_from_graphs(shelf: EngineShelf) -> None:
