@@ -5,15 +5,24 @@
 #            has its own torch                                            make gpu-test VENV= PYTHON=python3
 #   TORCH    the torch to install                                         make install TORCH="torch==2.11.0"
 #   PIP_ARGS more arguments for pip                                       make install PIP_ARGS="--index-url https://…"
+#   MINUTES  how long `make soak` runs                                make soak MINUTES=60
 #   ARGS     more arguments for what the target starts                    make serve ARGS="--port 8123"
+#   ENGINE   docker or podman                                             make docker-test ENGINE=podman
+#   BUILD_ARGS more arguments for its build                               make docker-image BUILD_ARGS="--no-cache"
 
 PYTHON   ?= python3
 VENV     ?= .venv
 VENV_MIN ?= .venv-min
 VENV_COMPAT ?= .venv-compat
+VENV_AUDIT ?= .venv-audit
+VENV_DOCKER ?= .venv-docker
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS     ?=
+MINUTES  ?= 10
+BUILD_ARGS ?=
+ENGINE   ?= $(shell docker info >/dev/null 2>&1 && echo docker || command -v podman)
+TARGET   ?= cpu
 
 # All paths are relative, so that a checkout may lie below a folder with a space in its name.
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -23,7 +32,7 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend \
-        gpu-bench gpu-bench-serve clean
+        gpu-bench gpu-bench-serve faults soak audit docker-image docker-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -64,6 +73,20 @@ matrix: $(STAMP) ## run the whole parity matrix (long)
 
 fuzz: $(STAMP) ## run the fuzz tests at full length (long)
 	$(PY) -m pytest --long -m fuzz $(ARGS)
+
+faults: $(STAMP) ## run the faults at full length: disconnects, deaths, leaks, 20,000 bad requests (long)
+	$(PY) -m pytest --long tests/faults -o timeout=1800 $(ARGS)
+
+soak: $(STAMP) ## mixed traffic with random faults for MINUTES=10, then look for leaks (ARGS="--api-workers 2")
+	$(PY) -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
+
+$(VENV_AUDIT)/.installed:
+	$(PYTHON) -m venv $(VENV_AUDIT)
+	$(VENV_AUDIT)/bin/python $(pip) "pip-audit==2.10.*"
+	touch $@
+
+audit: $(VENV_AUDIT)/.installed ## look the pinned dependencies up in the advisory databases; says where these can't be reached
+	$(VENV_AUDIT)/bin/python -m tests.audit $(VENV_AUDIT)/bin/pip-audit constraints.txt
 
 # Clients of other people, an environment each: what docs/compatibility.md says was seen with these versions.
 COMPAT_ENVIRONMENTS := $(patsubst tests/compat/requirements/%.txt,$(VENV_COMPAT)/%/.installed,$(wildcard tests/compat/requirements/*.txt))
@@ -111,6 +134,23 @@ gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
 gpu-bench-serve: $(STAMP) ## measure the server over HTTP on this machine's GPU, with random weights
 	$(PY) -m tests.gpu.bench_serve $(ARGS)
 
+docker-image: ## build the image intarsia:cpu of this checkout (TARGET=cuda: for a GPU)
+	$(call needs,$(ENGINE),docker or podman)
+	BUILDAH_FORMAT=docker $(ENGINE) build --file docker/Dockerfile --target $(TARGET) --tag intarsia:$(TARGET) \
+	    --build-arg REVISION=$$(git rev-parse HEAD) --build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ) $(BUILD_ARGS) .
+
+needs = @test -n "$(1)" || { echo "this needs $(2), and there is none that works" >&2; exit 1; }
+
+$(VENV_DOCKER)/.installed: tests/docker/requirements.txt
+	test -x $(VENV_DOCKER)/bin/python || $(PYTHON) -m venv $(VENV_DOCKER)
+	$(VENV_DOCKER)/bin/python $(pip) --requirement $<
+	touch $@
+
+docker-test: $(STAMP) $(VENV_DOCKER)/.installed ## build the CPU image and try all of docker/ (long; ENGINE=podman)
+	$(call needs,$(ENGINE),docker or podman)
+	ENGINE=$(ENGINE) DOCKER_TOOLS=$(VENV_DOCKER)/bin BUILD_ARGS="$(BUILD_ARGS)" $(PY) -m pytest tests/docker $(ARGS)
+
 clean: ## remove environments, caches and builds (the converted default model in ~/.cache/intarsia stays)
-	rm -rf .venv .venv-min .venv-compat build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-min .venv-compat .venv-audit .venv-docker build dist .mypy_cache .pytest_cache .ruff_cache \
+	    .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

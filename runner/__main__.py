@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from runner.config import RunnerConfig
 from runner.default_model import DefaultModelError
+from runner.log_format import formatter
 
 if TYPE_CHECKING:
     from runner.endpoint import Endpoint
@@ -25,11 +26,13 @@ EXIT_BAD_CONFIGURATION = 3
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_stdin, name="stdin", daemon=True).start()
     config = RunnerConfig.from_json(sys.argv[1])
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(config.log_format))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
     # torch and transformers take seconds to import; the server may already be told that we are here.
     from runner.endpoint import Endpoint

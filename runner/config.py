@@ -10,7 +10,19 @@ import msgspec
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+LogFormatName = Literal["text", "json"]
 AttentionBackendName = Literal["auto", "sdpa", "triton"]
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """What one client (an API key of the server's) may have. None: as much as there is."""
+
+    concurrency: int | None = None
+    """Requests that wait or run."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Rows of prompts and tokens of answers."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,13 @@ class RunnerConfig:
     trust_remote_code: bool = False
     max_queue: int = 1024
     """Requests accepted and waiting for a slot, at most; one more is rejected."""
+    max_queued_tokens: int | None = None
+    """Prompt rows of requests that wait for a slot, at most; one request more is rejected, unless it is alone."""
+    clients: tuple[ClientLimits, ...] = (ClientLimits(),)
+    """By the clients' numbers; at least one."""
     max_row_bytes: int = 4 << 30
     """Host memory for the prompt embeddings of unfinished requests, at most."""
+    log_format: LogFormatName = "text"
     debug_checks: bool = False
     """Start from garbage instead of zeros and compare `is_token_ids` with the schedule on every step (slow)."""
 

@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
         """
         qkv, stream = _normed_linear(x, residual, self.input_norm, self.qkv)
         sizes = [self.heads, self.kv_heads, self.kv_heads]
-        query, key, value = torch.split(qkv.unflatten(-1, (-1, self.head_dim)), sizes, dim=-2)
+        query, key, value = torch.split(qkv.view(*qkv.shape[:-1], -1, self.head_dim), sizes, dim=-2)
         keys, values = batch.key_caches[self.index], batch.value_caches[self.index]
         query = rope_and_write(query, key, value, table, positions, keys, values, batch.cache_index, self.head_norm)
         out = batch.backend.attend(

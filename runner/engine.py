@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,15 +24,28 @@ from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.grammar import FAILED, GrammarExecutor, MaskRow, Outcome
 from runner.hidden import PIECE_BYTES, pieces
+from runner.image_encoder import ImageEncoder
 from runner.kv_cache import KVCache, bytes_per_block
-from runner.limits import Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
-from runner.messages import EMBEDDING_ID, End, ModelInfo, PromptLogprobs, Started, Stats, StepOutput, TokenLogprobs
+from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
+from runner.messages import (
+    EMBEDDING_ID,
+    End,
+    ModelInfo,
+    PromptLogprobs,
+    Started,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+    VisionInfo,
+)
 from runner.model import Model, max_positions, read_model_config
 from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
 from runner.step import Step
+from runner.step_stats import StepStats
 from runner.trial import load_checked, measure
+from runner.vision import MAX_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +56,6 @@ Emit = Callable[[int, StepOutput], None]
 
 @dataclass
 class _Counters:
-    steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     accepted_row_bytes: int = 0
@@ -61,6 +74,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_admitted_rows=max_admitted_rows(limits.max_model_len, limits.max_num_batched_tokens),
             chunked_prefill_size=config.chunked_prefill_size or chunked_prefill_size,
+            num_clients=len(config.clients),
         )
         self.device = DeviceStep(
             model,
@@ -81,8 +95,10 @@ class Engine:
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
             max_num_seqs=limits.max_num_seqs,
+            vision=vision_info(model, limits),
             embedding_scale=model.embedding_scale,
         )
+        self._images = None if model.vision is None else ImageEncoder(model.vision, self.device.stream)
         overlap = config.async_scheduling
         self._depth = 1 if (model.device.type == "cuda" if overlap is None else overlap) else 0
         self._launched: deque[Launched] = deque()
@@ -91,6 +107,7 @@ class Engine:
         self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
+        self._step_stats = StepStats()
         self.released_row_bytes = 0
         """Of prompt embeddings, since start. Only grows, and only on the engine's thread."""
         self.waited_seconds = 0.0
@@ -128,15 +145,27 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self._counters.accepted_row_bytes += request.row_bytes
-        self.scheduler.add(request)
+        if request.images and self._images is not None:
+            self._images.add(request)
+        else:
+            self.scheduler.add(request)
 
     def refuse(self, request: Request) -> None:
         """Gives back what the endpoint has counted for a request that is not to run after all."""
         self._counters.accepted_row_bytes += request.row_bytes
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         self.released_row_bytes += request.row_bytes
         self.scheduler.refuse(request)
 
     def abort(self, key: Key, choice: int = -1) -> None:
+        if self._images is not None and (waiting := self._images.get(key)) is not None:
+            waiting.unwanted |= set(range(waiting.n)) if choice == -1 else {choice}
+            if len(waiting.unwanted) == waiting.n:
+                self._images.remove(waiting)
+                self._forget(waiting)
+            return
         sequences = self.scheduler.requests.get(key)
         if sequences:
             request = sequences[0].request
@@ -145,7 +174,8 @@ class Engine:
 
     def abort_worker(self, worker: int) -> None:
         """Aborts everything that came from a worker."""
-        for key in [key for key in self.scheduler.requests if key[0] == worker]:
+        waiting = [] if self._images is None else self._images.keys
+        for key in [key for key in [*self.scheduler.requests, *waiting] if key[0] == worker]:
             self.abort(key)
 
     def _release_rows(self, request: Request) -> None:
@@ -158,23 +188,43 @@ class Engine:
         return self.scheduler.ended_sequences
 
     @property
+    def unqueued_rows(self) -> int:
+        """Prompt rows of requests that have had a slot or ended. As `ended_sequences`."""
+        return self.scheduler.unqueued_rows
+
+    @property
+    def ended_requests(self) -> list[int]:
+        """By client. As `ended_sequences`."""
+        return self.scheduler.ended_requests
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """By client, of sequences that have ended. As `ended_sequences`."""
+        return self.scheduler.generated_tokens
+
+    @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._images)
 
     def stats(self) -> Stats:
-        scheduler, counters = self.scheduler, self._counters
+        scheduler, counters, steps = self.scheduler, self._counters, self._step_stats
         return Stats(
             running=scheduler.num_running,
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + (0 if self._images is None else self._images.num_sequences),
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks - 1,
-            steps=counters.steps,
+            steps=steps.steps,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             row_bytes=counters.accepted_row_bytes - self.released_row_bytes,
+            captured_steps=steps.captured,
+            step_seconds=steps.seconds.snapshot(),
+            step_rows=steps.rows.snapshot(),
+            step_sequences=steps.sequences.snapshot(),
+            waiting_rows=scheduler.waiting.rows,
         )
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -199,8 +249,14 @@ class Engine:
             raise
 
     def _step(self) -> None:
+        if self._images:
+            for request in self._images.advance():
+                self.scheduler.add(request)
+                for choice in request.unwanted:
+                    self.scheduler.abort(request.key, choice)
         step = self._scheduled = self.scheduler.schedule()
         if step is not None:
+            self._step_stats.launched()
             launched = self.device.launch_forward(step)
             self._launched.append(launched)
             self._scheduled = None
@@ -262,7 +318,7 @@ class Engine:
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
         ended += complete + followed
-        self._count(step, len(entries))
+        self._count(launched, len(entries))
         strayed = {end.sequence for end in followed if end.reason == "error"}
         if strayed:  # by a token that may be none of the grammar's: nobody is told of it
             entries = entries[[step.sequences[entry] not in strayed for entry in entries.tolist()]]
@@ -310,15 +366,15 @@ class Engine:
 
     @staticmethod
     def _add_started(step: Step, output: Callable[[int], StepOutput]) -> None:
-        now = time.monotonic()
         for admission in step.admissions:
             sequence = admission.sequence
             if not sequence.started and not sequence.ended:
                 sequence.started = True
                 request = sequence.request
                 cached = min(admission.computed, request.prompt_len)
+                waited = admission.at - request.arrived
                 worker, number = request.key
-                output(worker).started.append(Started(number, sequence.choice, cached, now - request.arrived))
+                output(worker).started.append(Started(number, sequence.choice, cached, waited))
 
     @staticmethod
     def _add_prompt_logprobs(launched: Launched, output: Callable[[int], StepOutput]) -> None:
@@ -327,7 +383,7 @@ class Engine:
             if not sequence.ended:
                 ids: list[int] = targets.tolist()
                 rows = zip(ids, _token_logprobs(ids, logprobs, score.top), strict=True)
-                entries = tuple(None if token == EMBEDDING_ID else row for token, row in rows)
+                entries = tuple(None if token <= EMBEDDING_ID else row for token, row in rows)
                 worker, number = sequence.request.key
                 output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
@@ -359,10 +415,10 @@ class Engine:
         for entry, row in zip(launched.step.latent_outputs.tolist(), rows, strict=True):
             launched.step.sequences[entry].latents.append(row.copy())
 
-    def _count(self, step: Step, sampled: int) -> None:
-        self._counters.steps += 1
+    def _count(self, launched: Launched, sampled: int) -> None:
+        self._step_stats.retired(launched.step, captured=launched.captured)
         self._counters.generated_tokens += sampled
-        self._counters.prompt_tokens += step.prompt_rows
+        self._counters.prompt_tokens += launched.step.prompt_rows
 
     @staticmethod
     def _logprobs_by_entry(launched: Launched) -> dict[int, TokenLogprobs]:
@@ -377,6 +433,21 @@ class Engine:
                 row.token, row.logprob, row.rank, row.top_tokens[:top], row.top_logprobs[:top]
             )
         return result
+
+
+def vision_info(model: Model, limits: Limits) -> VisionInfo | None:
+    """What workers must know to take images. Raises `BadConfiguration` where no step can hold one."""
+    if model.vision is None:
+        return None
+    info = model.vision.info
+    rows = info.image_rows or min(limits.max_model_len, MAX_ROWS)
+    most = limits.max_num_batched_tokens - limits.max_num_seqs + 1  # all others may be decoding
+    if info.two_way and most < rows:
+        raise BadConfiguration(
+            f"this model computes the {rows} rows of an image in one step: --max-num-batched-tokens must be at least "
+            f"{rows + limits.max_num_seqs - 1}, or --max-num-seqs smaller"
+        )
+    return msgspec.structs.replace(info, max_rows=rows)
 
 
 def _size(step: Step) -> str:

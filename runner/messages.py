@@ -7,7 +7,9 @@ array); `Generate` is followed by raw frames, in this order:
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
    row's bytes in the model's dtype. Empty when there is no embedding row;
-3. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order.
+3. only if `has_positions`: position ids, int32 [3, num_rows];
+4. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
+   what the image processor made of it, float32.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
 """
@@ -45,7 +47,7 @@ GRAMMAR_LIMITS: GrammarLimits = {
 defaults let a hostile grammar take most of a second (docs/structured_outputs.md)."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RejectReason = Literal["queue_full", "rows_full", "invalid"]
+RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +126,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     start: int
     length: int
+    two_way: bool = False
+    """Its rows attend to each other in both directions. All of them are computed in one step."""
+    pixels: tuple[int, ...] = ()
+    """Not empty: an image, and the shape of its frame. The runner makes the rows of it."""
+    grid: tuple[int, ...] = ()
+    """Of an image whose size isn't fixed: patches in time, height and width."""
 
 
 # --- worker to runner ---------------------------------------------------------------------------------------------
@@ -148,7 +156,11 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
     priority: int = 0
-    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones as they arrived."""
+    """Signed 64-bit. Lower ones get their slots first, and lose them last; equal ones in turn (`runner.fair_queue`)."""
+    client: int = 0
+    """Whose it is: the number of an API key of the server's, from 0 on. Limits and turns are by client."""
+    has_positions: bool = False
+    """The rows' position ids are given (`VisionInfo.mrope` models). Else row i is at position i."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -177,6 +189,28 @@ class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
 # --- runner to worker ---------------------------------------------------------------------------------------------
 
 
+class VisionInfo(msgspec.Struct, frozen=True, array_like=True):
+    """How a model takes images (`runner.vision` knows which do)."""
+
+    family: str
+    """transformers' model type of the whole, a key of `runner.vision.FAMILIES`."""
+    image_token_id: int
+    """The id that stands for an image's rows where transformers writes a prompt as ids."""
+    two_way: bool = False
+    """The rows of one image attend to each other both ways (`Span.two_way`)."""
+    mrope: bool = False
+    """Rows have position ids in three dimensions (`Generate.has_positions`)."""
+    merge_size: int = 1
+    """Patches of an image that become one row, in each direction; for images with a grid."""
+    pixel_shape: tuple[int, ...] = ()
+    """Of what the image processor makes of an image: [1, channels, height, width]; with a grid [patches, values], the
+    first of them open (0)."""
+    image_rows: int = 0
+    """Rows of an image; 0 where that follows from its grid."""
+    max_rows: int = 0
+    """Of the largest image that is taken."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a worker must know of the loaded model."""
 
@@ -193,8 +227,26 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     num_blocks: int
     max_num_seqs: int
+    vision: VisionInfo | None = None
+    """None: it takes no images."""
     embedding_scale: float = 1.0
     """What the model's own look-up multiplies table rows by (Gemma: the square root of the hidden size)."""
+
+
+class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram since the engine's start. Its bounds are constants that both sides know."""
+
+    counts: tuple[int, ...] = ()
+    """One for each bound (values up to it and above the one before), and one for what is above the last."""
+    sum: float = 0.0
+
+
+STEP_SECONDS_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+STEP_ROWS_BOUNDS = tuple(float(1 << power) for power in range(15))
+STEP_SEQUENCES_BOUNDS = tuple(float(1 << power) for power in range(11))
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
@@ -215,6 +267,16 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int = 0
     row_bytes: int = 0
     """Host memory held by prompt embeddings of unfinished requests, bytes."""
+    captured_steps: int = 0
+    """Of `steps`, those whose forward was a captured graph."""
+    step_seconds: HistogramCounts = HistogramCounts()
+    """Over `STEP_SECONDS_BOUNDS`: the device's time for a step."""
+    step_rows: HistogramCounts = HistogramCounts()
+    """Over `STEP_ROWS_BOUNDS`."""
+    step_sequences: HistogramCounts = HistogramCounts()
+    """Over `STEP_SEQUENCES_BOUNDS`."""
+    waiting_rows: int = 0
+    """Known rows of the choices that wait for a slot."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
@@ -251,6 +313,8 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
     request: int
     reason: RejectReason
     message: str
+    retry_after: float = 0.0
+    """Seconds until the same request may be taken, where that is known."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -10,13 +10,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from runner.attention.backend import IMPLEMENTATION, AttentionBatch
 from runner.config import RunnerConfig
 from runner.decoder import Decoder
 from runner.fusion import NotFusable
 from runner.packed_linear import can_pack, pack_linears
+from runner.vision import FAMILIES, Vision
 
 
 class UnsupportedModel(Exception):
@@ -33,6 +41,8 @@ class Model:
     def __init__(self, hf: PreTrainedModel, path: str) -> None:
         self.path = path
         self.config: PretrainedConfig = hf.config.get_text_config()
+        self.vision = Vision.of(hf)
+        """None: text only."""
         self._backbone: nn.Module | None = hf.base_model
         self._decoder: Decoder | None = None
         self._head = _Head(hf)
@@ -41,7 +51,8 @@ class Model:
         self.vocab_size, self.hidden_size = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_shapes = _kv_shapes(hf)
-        self.num_weights = sum(p.numel() for p in hf.base_model.parameters()) - weight.numel()
+        text_model = getattr(hf.base_model, "language_model", hf.base_model)
+        self.num_weights = sum(p.numel() for p in text_model.parameters()) - weight.numel()
         """Of the layers: embedding and head left out."""
 
     @property
@@ -59,6 +70,16 @@ class Model:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def two_way(self) -> bool:
+        """Some rows may attend in both directions."""
+        return self.vision is not None and self.vision.info.two_way
+
+    @property
+    def mrope(self) -> bool:
+        """Rows have positions in three dimensions."""
+        return self.vision is not None and self.vision.info.mrope
+
+    @property
     def is_fused(self) -> bool:
         return self._decoder is not None
 
@@ -68,7 +89,7 @@ class Model:
         return rows
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """[T, hidden] input rows and [T] int64 positions to [T, hidden] last hidden states."""
+        """[T, hidden] input rows and [T] int64 positions (or [3, T], see `mrope`) to [T, hidden] last hidden states."""
         if self._decoder is not None:
             return cast(Tensor, self._decoder(rows, positions, batch))
         return self._unfused(rows, positions, batch)
@@ -77,7 +98,7 @@ class Model:
         """`batch` is None where transformers' own attention runs (at load)."""
         ours = {} if batch is None else {"attention_batch": batch}
         out = cast(nn.Module, self._backbone)(
-            inputs_embeds=rows[None], position_ids=positions[None], use_cache=False, **ours
+            inputs_embeds=rows[None], position_ids=positions.unsqueeze(-2), use_cache=False, **ours
         )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
@@ -127,7 +148,7 @@ class Model:
         try:
             theirs = self._unfused(rows, batch.positions, None).float()
         finally:
-            hf.set_attn_implementation(IMPLEMENTATION)
+            hf.set_attn_implementation(_implementation(hf.config))
         error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
         # Looser than for our own layers: what is refused here isn't served at all, and experts may be chosen otherwise.
         if not error <= 3 * _ROUNDING[self.dtype]:
@@ -148,6 +169,8 @@ class Model:
         if not error <= _ROUNDING[self.dtype]:
             raise NotFusable(f"the rewritten layers differ from the model's by {error:.2g} of their norm")
         self._decoder, self._backbone = decoder, None
+        if self.vision is not None:
+            self.vision.drop_text_model()
 
     def _trial_rows(self, batch: AttentionBatch) -> Tensor:
         return self.embed(torch.arange(len(batch.positions), device=self.device) % self.vocab_size)
@@ -215,14 +238,13 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
         UnsupportedModel
     """
     hf_config = read_model_config(config, path)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _implementation(hf_config)}
+    kind = AutoModelForImageTextToText if hf_config.model_type in FAMILIES else AutoModelForCausalLM
     try:
         if config.load_format == "dummy":
-            hf = _dummy(hf_config, config, device, options)
+            hf = _dummy(kind, hf_config, config, device, options)
         else:
-            hf = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config, trust_remote_code=config.trust_remote_code, **options
-            )
+            hf = kind.from_pretrained(path, config=hf_config, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"can't load model {path!r}: {error}") from error
     hf.eval().requires_grad_(False)
@@ -230,8 +252,15 @@ def load_model(config: RunnerConfig, path: str, device: torch.device, dtype: tor
     return hf
 
 
+def _implementation(hf_config: PretrainedConfig) -> str | dict[str, str]:
+    """Ours, but not for a vision tower: there is no cache in it."""
+    if hf_config.model_type not in FAMILIES:
+        return IMPLEMENTATION
+    return {"": IMPLEMENTATION, "text_config": IMPLEMENTATION, "vision_config": "sdpa"}
+
+
 def _dummy(
-    hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]
+    kind: Any, hf_config: PretrainedConfig, config: RunnerConfig, device: torch.device, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Random weights, made on the device: for measuring, where only shapes matter."""
     torch.manual_seed(config.seed)
@@ -240,7 +269,7 @@ def _dummy(
     torch.set_default_dtype(options["dtype"])
     try:
         with torch.device(device):
-            hf = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code, **options)
+            hf = kind.from_config(hf_config, trust_remote_code=config.trust_remote_code, **options)
     finally:
         torch.set_default_dtype(before)
     hf.generation_config = GenerationConfig.from_model_config(hf_config)

@@ -13,12 +13,12 @@ first (it often frees some), so a preempted sequence never has a token on its wa
 from __future__ import annotations
 
 import bisect
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
+from runner.fair_queue import FairQueue
 from runner.hidden import NO_POSITION
 from runner.messages import EMBEDDING_ID, FinishReason
 from runner.sequence import Key, Request, Sequence
@@ -52,6 +52,7 @@ class SlotTable:
         self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.origin: NDArray[np.int64] = np.zeros((num_slots, 3), np.int64)
         """(worker, request, choice): whom its tokens go to."""
+        self.client: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.in_flight: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Launched steps that read the slot and its blocks and have not retired."""
         self.ended: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -89,12 +90,12 @@ class Ended:
 
 
 class Scheduler:
-    """First come, first served, among equal priorities; every running sequence decodes in every step, and what is left
+    """In turn among equal priorities (`fair_queue`); every running sequence decodes in every step, and what is left
     of the token budget goes to prompts, in chunks."""
 
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
                  max_num_batched_tokens: int, max_admitted_rows: int,
-                 chunked_prefill_size: int | None = None) -> None:  # fmt: skip
+                 chunked_prefill_size: int | None = None, num_clients: int = 1) -> None:  # fmt: skip
         """`chunked_prefill_size`: prompt rows of a step in which others decode, at most; None: no bound of its own."""
         if max_num_batched_tokens < num_slots:
             raise ValueError(
@@ -108,11 +109,16 @@ class Scheduler:
         self.max_admitted_rows = max_admitted_rows
         self.pool = BlockPool(num_blocks)
         self.table = SlotTable(num_slots, max_model_len, block_size)
-        self.waiting: deque[Sequence] = deque()
-        """By priority; among equals the preempted first, then as they arrived."""
+        self.waiting = FairQueue(num_clients)
         self.requests: dict[Key, list[Sequence]] = {}
         self.num_in_flight = 0
         self.ended_sequences = 0
+        self.ended_requests = [0] * num_clients
+        """Of each client."""
+        self.generated_tokens = [0] * num_clients
+        """Of each client, by sequences that have ended."""
+        self.unqueued_rows = 0
+        """Prompt rows of requests that have got their first slot, or ended without one."""
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -125,11 +131,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         sequences = Sequence.of_request(request)
         self.requests[request.key] = sequences
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].request.priority > request.priority:
-            place -= 1
-        for sequence in reversed(sequences):
-            self.waiting.insert(place, sequence)
+        self.waiting.add(sequences)
 
     def abort(self, key: Key, choice: int = -1) -> None:
         """Ends a request's sequences (one, or all) without a trace; those already ended are left alone."""
@@ -144,6 +146,8 @@ class Scheduler:
     def refuse(self, request: Request) -> None:
         """Counts a request that was accepted and is never to run."""
         self.ended_sequences += request.n
+        self.ended_requests[request.client] += 1
+        self._unqueue(request)
 
     @property
     def num_running(self) -> int:
@@ -175,15 +179,16 @@ class Scheduler:
 
         prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
         budget = self._prompt_budget(len(decodes), prefills)
+        spare = self.budget - len(decodes) - budget
         chunks: list[tuple[int, int]] = []  # (slot, rows)
         for slot in prefills[np.argsort(table.admission[prefills])].tolist():
-            budget = self._take_chunk(chunks, slot, budget)
+            budget = self._take_chunk(chunks, slot, budget, spare)
         admissions: list[Admission] = []
         room = self.max_admitted_rows
         while budget > 0 and (admission := self._admit(room)):
             admissions.append(admission)
             room -= len(admission.sequence.token_ids)
-            budget = self._take_chunk(chunks, admission.sequence.slot, budget)
+            budget = self._take_chunk(chunks, admission.sequence.slot, budget, spare)
 
         singles = [slot for slot, rows in chunks if rows == 1]
         chunks = [chunk for chunk in chunks if chunk[1] > 1]
@@ -218,18 +223,23 @@ class Scheduler:
         # But never so much that prompts hardly get on.
         return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
 
-    def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int) -> int:
-        rows = min(int(self.table.length[slot] - self.table.computed[slot]), budget)
+    def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int, spare: int) -> int:
+        """`spare`: how much more than `budget` the step's first chunk may take, if a span must not be split."""
+        computed = int(self.table.computed[slot])
+        rows = min(int(self.table.length[slot]) - computed, budget)
+        sequence = self.table.sequences[slot]
+        if sequence is not None and sequence.request.two_way:
+            rows = _whole_spans(sequence.request, computed, rows, budget if chunks else budget + spare)
         if rows > 0:
             chunks.append((slot, rows))
-        return budget - rows
+        return max(budget - rows, 0)
 
     def _admit(self, room: int) -> Admission | None:
         """Gives the first waiting sequence that may run a slot and the blocks of all its known rows, if both are there
         and it has at most `room` known rows."""
         table = self.table
-        sequence = next((s for s in self.waiting if s.waits_for is None), None)
-        if sequence is None or not table.free or len(sequence.token_ids) > room:
+        sequence = self.waiting.first() if table.free and self.waiting else None
+        if sequence is None or len(sequence.token_ids) > room:
             return None
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
@@ -238,6 +248,8 @@ class Scheduler:
             # hidden states are wanted: the cache has none.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
             cached = self.pool.acquire(links[: min(known - 1, sequence.hidden_from) // self.block_size])
+            if request.two_way:
+                cached = self._cut_back(request, cached)
         missing = -(-known // self.block_size) - len(cached)
         if missing + (self._watermark if self.num_running else 0) > self.pool.num_free:
             self.pool.release(cached)
@@ -247,6 +259,9 @@ class Scheduler:
         computed = len(cached) * self.block_size
         self.prefix_queries += 0 if sequence.scores_prompt else known
         self.prefix_hits += computed
+        if sequence.admission < 0:  # The second time is nothing that its client has asked for.
+            self.waiting.charge(request.client, known - computed)
+        self._unqueue(request)
 
         slot = table.free.pop()
         table.sequences[slot] = sequence
@@ -261,6 +276,7 @@ class Scheduler:
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
         table.origin[slot] = (*request.key, sequence.choice)
+        table.client[slot] = request.client
         table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
         table.asks[slot] = not request.sampling.is_plain
         table.hidden_from[slot] = sequence.hidden_from
@@ -268,6 +284,14 @@ class Scheduler:
         self._admissions += 1
         sequence.slot = slot
         return Admission(sequence, computed, blocks)
+
+    def _cut_back(self, request: Request, cached: list[int]) -> list[int]:
+        """A hit that ends inside a two-way span is of no use from the span's start on: its rows go together."""
+        blocks = len(cached)
+        while (row := request.unsplit(blocks * self.block_size)) < blocks * self.block_size:
+            blocks = row // self.block_size
+        self.pool.release(cached[blocks:])
+        return cached[:blocks]
 
     def _launch(self, slots: NDArray[np.int32], counts: NDArray[np.int32], new_blocks: NDArray[np.int32],
                 num_decodes: int, admissions: list[Admission]) -> Step:  # fmt: skip
@@ -293,6 +317,7 @@ class Scheduler:
             self._add_hidden_run(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
+        self.waiting.charge_tokens(table.client[slots[samples]])
         # An answer's last token is never computed; a latent step is, be it the last of all rows.
         table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots])) | latent
         table.in_flight[slots] += 1
@@ -305,6 +330,8 @@ class Scheduler:
         request, first_row = sequence.request, int(step.starts[entry])
         for position, rows in sequence.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
+        if request.position_ids is not None and start < request.prompt_len:
+            step.position_runs.append((first_row, request.position_ids[:, start:end]))
         top = request.sampling.prompt_logprobs
         if top is not None and sequence.scores_prompt:
             # Row p predicts position p + 1. After a preemption, rows that were scored before are not scored again.
@@ -332,8 +359,7 @@ class Scheduler:
         sequence = max(running, key=lambda s: (s.request.priority, s.admission))
         sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
         self._give_back(sequence)
-        place = sum(s.request.priority < sequence.request.priority for s in self.waiting)
-        self.waiting.insert(place, sequence)
+        self.waiting.put_back(sequence)
         self.preemptions += 1
 
     # --- after a step -----------------------------------------------------------------------------------------------
@@ -406,17 +432,31 @@ class Scheduler:
             return
         sequence.ended = True
         self.ended_sequences += 1
+        self._account(sequence)
         self._free_siblings(sequence)
         siblings = self.requests[sequence.request.key]
         siblings.remove(sequence)
         if not siblings:
             del self.requests[sequence.request.key]
+            self.ended_requests[sequence.request.client] += 1
+            self._unqueue(sequence.request)
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             self.table.open[sequence.slot] = False
             self.table.ended[sequence.slot] = True
             self._release_if_ended(sequence)
+
+    def _account(self, sequence: Sequence) -> None:
+        """What its client has had of it."""
+        known = len(sequence.token_ids) if sequence.slot < 0 else int(self.table.known[sequence.slot])
+        self.generated_tokens[sequence.request.client] += known - sequence.request.prompt_len
+        self.waiting.ended(sequence)
+
+    def _unqueue(self, request: Request) -> None:
+        if not request.has_left_queue:
+            request.has_left_queue = True
+            self.unqueued_rows += request.prompt_len
 
     def _release_if_ended(self, sequence: Sequence) -> None:
         if sequence.ended and sequence.slot >= 0 and self.table.in_flight[sequence.slot] == 0:
@@ -429,3 +469,13 @@ class Scheduler:
         table.open[slot] = False
         table.free.append(slot)
         sequence.slot = -1
+
+
+def _whole_spans(request: Request, computed: int, rows: int, most: int) -> int:
+    """The rows of a chunk that begins at row `computed`, so that it splits no two-way span: `rows` or fewer, or `most`
+    at most where the span begins right there. (One that fits into no step is refused before it comes here.)"""
+    end = request.unsplit(computed + rows)
+    if end <= computed:
+        end = request.two_way_end(computed)
+        return end - computed if end - computed <= most else 0
+    return end - computed

@@ -9,14 +9,16 @@ import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.block_hash import BlockHashes
+from runner.block_hash import BlockHashes, TwoWaySpan, position_offset
 from runner.grammar import Matcher
 from runner.hidden import NO_POSITION, KeptHidden, first_hidden
-from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span
+from runner.images import ImageInput, InvalidImage, image_inputs
+from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, VisionInfo
 
 Key = tuple[int, int]
 """(worker, request)"""
@@ -35,10 +37,23 @@ class Request:
     """[prompt_len]"""
     spans: tuple[Span, ...]
     rows: tuple[NDArray[np.uint8], ...]
-    """[span.length, hidden_size * itemsize] each: the rows' bytes in the model's dtype, in the message's own memory."""
+    """[span.length, hidden_size * itemsize] each: the rows' bytes in the model's dtype, in the message's own memory. Of
+    an image, no rows before it is encoded."""
     row_digests: bytes
     hashes: BlockHashes
+    row_bytes: int = 0
+    """Host memory that the request is counted with: all frames of its spans, and the rows that images become."""
+    images: list[ImageInput] = field(default_factory=list)
+    """Those that are still to be encoded."""
+    unwanted: set[int] = field(default_factory=set)
+    """Choices that were aborted while it waited for its images."""
+    two_way: tuple[TwoWaySpan, ...] = ()
+    position_ids: NDArray[np.int32] | None = None
+    """[3, prompt_len], if they aren't the rows' own places."""
     priority: int = 0
+    client: int = 0
+    has_left_queue: bool = False
+    """A sequence of it has had a slot, or all have ended."""
     arrived: float = field(default_factory=time.monotonic)
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
@@ -58,13 +73,31 @@ class Request:
         """The position of the answer's first token: behind the latent steps."""
         return len(self.token_ids) + self.sampling.latent_steps
 
-    @property
-    def row_bytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows)
+    @cached_property
+    def position_offset(self) -> int:
+        """Of the rows behind the prompt (`block_hash.position_offset`)."""
+        return position_offset(self.position_ids)
+
+    def unsplit(self, row: int) -> int:
+        """`row`, or the start of the two-way span that a cut before `row` would split."""
+        place = bisect_right(self.two_way, row, key=lambda span: span.start) - 1
+        if place < 0:
+            return row
+        span = self.two_way[place]
+        return span.start if span.start < row < span.end else row
+
+    def two_way_end(self, row: int) -> int:
+        """The end of the two-way span that begins at `row`; `row` where none does."""
+        place = bisect_right(self.two_way, row, key=lambda span: span.start) - 1
+        return self.two_way[place].end if place >= 0 and self.two_way[place].start == row else row
+
+    def set_rows(self, span: int, rows: NDArray[np.uint8]) -> None:
+        """The rows of a span that was an image."""
+        self.rows = (*self.rows[:span], rows, *self.rows[span + 1 :])
 
     @staticmethod
     def from_message(message: Generate, frames: list[memoryview], *, vocab_size: int, row_size: int, max_model_len: int,
-                     block_size: int, private_cache: bool) -> Request:  # fmt: skip
+                     block_size: int, private_cache: bool, vision: VisionInfo | None = None) -> Request:  # fmt: skip
         """Checks and wraps a message; the frames are viewed, not copied.
 
         Args:
@@ -75,7 +108,8 @@ class Request:
             InvalidRequest
         """
         spans, sampling = message.spans, message.sampling
-        if len(frames) != 2 + len(spans) or frames[0].nbytes % 4:
+        first_span = 3 if message.has_positions else 2
+        if len(frames) != first_span + len(spans) or frames[0].nbytes % 4:
             raise InvalidRequest("malformed frames")
         token_ids = np.frombuffer(frames[0], np.int32)
         prompt_len = len(token_ids)
@@ -99,11 +133,11 @@ class Request:
         if edits and not 0 <= min(edits) <= max(edits) < vocab_size:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
         covered = 0
-        for span, frame in zip(spans, frames[2:], strict=True):
+        for span, frame in zip(spans, frames[first_span:], strict=True):
             end = span.start + span.length
             if not covered <= span.start < end <= prompt_len or not embedding[span.start : end].all():
                 raise InvalidRequest("spans must be ordered and cover the embedding rows")
-            if frame.nbytes != span.length * row_size:
+            if not span.pixels and frame.nbytes != span.length * row_size:
                 raise InvalidRequest(f"an embedding row has {row_size} bytes")
             covered = end
         num_embeddings = int(embedding.sum())
@@ -112,16 +146,30 @@ class Request:
         salt = message.cache_salt.encode()
         if private_cache:
             salt += b"\0%d,%d" % (message.worker, message.request)
+        digests = bytes(frames[1])
+        position_ids = _positions(frames[2], prompt_len, vision) if message.has_positions else None
+        two_way = _two_way(spans, digests, vision)
+        try:
+            images = image_inputs(spans, frames[first_span:], digests, vision)
+        except InvalidImage as error:
+            raise InvalidRequest(str(error)) from None
+        no_rows = memoryview(b"")
+        row_frames = [no_rows if s.pixels else f for s, f in zip(spans, frames[first_span:], strict=True)]
         return Request(
             key=(message.worker, message.request),
             n=message.n,
             sampling=sampling,
             token_ids=token_ids,
             spans=spans,
-            rows=tuple(np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in frames[2:]),
-            row_digests=bytes(frames[1]),
-            hashes=BlockHashes(salt, block_size),
+            rows=tuple(np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in row_frames),
+            row_digests=digests,
+            hashes=BlockHashes(salt, block_size, two_way, position_ids),
+            row_bytes=sum(f.nbytes for f in frames[first_span:]) + sum(i.num_rows * row_size for i in images),
+            images=images,
+            two_way=two_way,
+            position_ids=position_ids,
             priority=message.priority,
+            client=message.client,
         )
 
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
@@ -135,6 +183,30 @@ class Request:
             first, last = max(span.start, start), min(span.start + span.length, end)
             runs.append((first, rows[first - span.start : last - span.start]))
         return runs
+
+
+def _positions(frame: memoryview, prompt_len: int, vision: VisionInfo | None) -> NDArray[np.int32]:
+    if vision is None or not vision.mrope or frame.nbytes != 3 * 4 * prompt_len:
+        raise InvalidRequest("position ids are three a row, for models that have them")
+    positions = np.frombuffer(frame, np.int32).reshape(3, prompt_len)
+    if positions.min() < 0 or positions.max() >= prompt_len:
+        raise InvalidRequest("position ids must be below the prompt's length")
+    return positions
+
+
+def _two_way(spans: tuple[Span, ...], digests: bytes, vision: VisionInfo | None) -> tuple[TwoWaySpan, ...]:
+    found, first = [], 0
+    for span in spans:
+        if span.two_way:
+            if vision is None or not vision.two_way:
+                raise InvalidRequest("this model's rows attend to those before them only")
+            if span.length > vision.max_rows:
+                raise InvalidRequest(f"an image's rows, which attend both ways, are at most {vision.max_rows}")
+            own = digests[first * DIGEST_BYTES : (first + span.length) * DIGEST_BYTES]
+            digest = blake2b(own, digest_size=DIGEST_BYTES).digest()
+            found.append(TwoWaySpan(span.start, span.start + span.length, digest))
+        first += span.length
+    return tuple(found)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,8 @@ class SlotState:
     """What the device knows of each running sequence. S slots; all int32, on the device."""
 
     token_ids: Tensor
-    """[S, max_model_len]: prompt and sampled ids, `EMBEDDING_ID` at embedding rows. Valid below `length`."""
+    """[S, max_model_len]: prompt and sampled ids, `EMBEDDING_ID` at embedding rows; at those of a two-way span that
+    ends before row e, -1 - e. Negative ids are never tokens. Valid below `length`."""
     block_table: Tensor
     """[S, blocks_per_seq]: KV blocks in row order. Valid below ceil(computed / block_size) and where a step writes."""
     length: Tensor
@@ -74,9 +75,12 @@ class StepInputs:
     """[S] int64: row index of entry i's last row in the step."""
     samples: Tensor
     """[S] bool: whether entry i reaches its last known row, so that its next token is sampled."""
+    attend_until: Tensor | None = None
+    """[T] int32: each row attends to the rows of its sequence before this one. Only for models that have rows that
+    attend both ways; for all others it is the row behind their own."""
 
     @staticmethod
-    def allocate(max_rows: int, num_slots: int, device: torch.device) -> StepInputs:
+    def allocate(max_rows: int, num_slots: int, device: torch.device, *, two_way: bool = False) -> StepInputs:
         def zeros(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -88,4 +92,5 @@ class StepInputs:
             seq_lens=zeros(num_slots, torch.int32),
             last_rows=zeros(num_slots, torch.int64),
             samples=zeros(num_slots, torch.bool),
+            attend_until=zeros(max_rows, torch.int32) if two_way else None,
         )

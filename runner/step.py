@@ -3,6 +3,7 @@ once its results are on the host."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,8 @@ class Admission:
     computed: int
     """Rows found in the prefix cache."""
     blocks: NDArray[np.int32]
+    at: float = field(default_factory=time.monotonic)
+    """When, seconds of the monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -71,6 +74,8 @@ class Step:
     admissions: list[Admission]
     embedding_runs: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)
     """(row of the step of the first, the rows' bytes) for every run of embedding rows."""
+    position_runs: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+    """(row of the step of the first, their position ids, [3, n]) for every run of prompt rows that has such."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
     hidden_runs: list[HiddenRun] = field(default_factory=list)
     latent_inputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))

@@ -100,6 +100,8 @@ def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size:
             hidden = model.forward(model.embed(token_ids), batch.positions % limits.max_model_len, each)
             torch.cuda.synchronize(model.device)
             seconds = time.perf_counter() - started
+        if model.vision is not None:
+            model.vision.encode_largest(limits.max_model_len)
         # Raw logits, a filtered copy and the sampler's temporaries.
         logits = model.logits(hidden[: limits.max_num_seqs]).float()
         forward = torch.cuda.max_memory_allocated(model.device) - before
@@ -156,4 +158,5 @@ def trial_batch(model: Model, backend: AttentionBackend, rows: int, block_size: 
         max_seq_len=rows,
         host_starts=[0, rows],
         host_seq_lens=[rows],
+        attend_until=(positions + 1).int() if model.two_way else None,
     )

@@ -23,6 +23,7 @@ from server.errors import EngineFailed, InvalidRequest, RequestAborted, Unsuppor
 from server.generation import ChoiceEvent
 from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
+from server.request_context import current_request
 from server.sampling import common_params, params_for_prompt
 from server.schemas import CompletionRequest, GenerationRequest
 from server.services import Services
@@ -216,6 +217,7 @@ async def open_answer(
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
     services.rows_out.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
+    _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         answers.append(
@@ -239,6 +241,15 @@ async def open_answer(
     if answer_id:
         services.running.add(answer_id, answer)
     return answer
+
+
+def _note(request: GenerationRequest, services: Services, answer_id: str, sampling: SamplingParams, n: int) -> None:
+    """For the request's trace."""
+    context = current_request.get()
+    if context is not None:
+        context.model = request.model or services.model_name(None)
+        context.answer_id, context.sampling, context.choices = answer_id, sampling, n
+        context.stream = bool(request.stream)
 
 
 async def sampling_params(

@@ -8,6 +8,7 @@ from server import abort, chat, completions, models, render, text_embeddings, to
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.gate import Gate
@@ -16,9 +17,12 @@ from server.openapi import install_openapi
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 from server.responses import routes as responses
+from server.tracing import Tracing
 
 
-def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle) -> FastAPI:
+def create_app(
+    config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing | None = None
+) -> FastAPI:
     """The application. Its API routes find what they work with in `app.state.services`, which `serve` sets before it
     lets requests in (`lifecycle.loaded`)."""
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
@@ -30,11 +34,16 @@ def create_app(config: ServerConfig, engine: EngineClient, lifecycle: Lifecycle)
 
     def body_limit() -> int:
         model = engine.model
-        return config.body_limit_for(model.max_model_len, model.hidden_size) if model else 0
+        if model is None:
+            return 0
+        return config.body_limit_for(model.max_model_len, model.hidden_size, sees=model.vision is not None)
 
     # The last one added is the outermost. All are plain ASGI: BaseHTTPMiddleware hides the client's disconnect.
     app.add_middleware(BodyLimit, limit=body_limit)
     app.add_middleware(Gate, lifecycle=lifecycle)
-    app.add_middleware(Auth, api_keys=config.api_keys)
-    app.add_middleware(RequestLog, metrics=engine.metrics)
+    app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
+    if config.cors_origins:
+        app.add_middleware(CrossOrigin, origins=config.cors_origins)
+    names = [key.name for key in config.keys]
+    app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
     return app

@@ -3,6 +3,7 @@ added tomorrow is guarded too, and so is every path that does not exist."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
@@ -17,12 +18,23 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"})
 """Compared with the exact path that the router matches: `//livez` and `/livez/` are other paths, and need a key."""
 
 
+_HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})", re.ASCII)
+
+
+def hashed(api_keys: Sequence[str]) -> tuple[str, ...]:
+    """The configuration's keys (`api_keys.parse_key`) as `sha256:…`, those that are already as they are; what stands
+    behind a key stays. Nothing else is kept of it while the server runs: a dump of its memory opens nothing. Keys have
+    to be long and random, then a plain digest is enough."""
+    split = [key.split() for key in api_keys]
+    return tuple(" ".join((f"sha256:{_digest(key).hex()}", *settings)) for key, *settings in split)
+
+
 class Auth:
-    """`api_keys` empty: everybody is let in."""
+    """`api_keys`: plain or `hashed`. Empty: everybody is let in."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = tuple(sha256(key.encode(errors="surrogateescape")).digest() for key in api_keys)
+        self._digests = tuple(map(_digest, api_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digests and scope["type"] != "lifespan":
@@ -44,3 +56,9 @@ class Auth:
         digest = sha256(key.strip().encode("latin-1")).digest()  # The bytes as they came.
         known = [index for index, each in enumerate(self._digests) if compare_digest(each, digest)]
         return known[0] if known and scheme.lower() == "bearer" else None
+
+
+def _digest(api_key: str) -> bytes:
+    if known := _HASHED.fullmatch(api_key):
+        return bytes.fromhex(known[1])
+    return sha256(api_key.encode(errors="surrogateescape")).digest()

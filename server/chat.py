@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ async def open_chat(
 ) -> OpenChat:
     """From a checked request to its answer. Raises APIError."""
     tools = requested_tools(request, services)
-    embeddings = EmbeddingMarkers(take_embeddings=services.enable_prompt_embeds)
+    embeddings = services.markers()
     text = await chat_prompt_text(request, services, tools, embeddings)
     prompt = await chat_prompt(text, embeddings, request, services)
     rules = parts_rules(request, tools, text, services)
@@ -122,11 +122,18 @@ async def chat_prompt_text(
         tools = requested_tools(request, services)
     _check_template(request, services)
     keep_developer = template.mentions("developer", request.chat_template)
-    messages = parse_messages(request.messages, keep_developer=keep_developer, embeddings=embeddings)
+    messages: Sequence[Mapping[str, Any]] = parse_messages(
+        request.messages, keep_developer=keep_developer, embeddings=embeddings
+    )
     variables = request.chat_template_kwargs or {}
     for key in sorted(template.reserved_names & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs must not set {key}.", param="chat_template_kwargs")
     continues = bool(request.continue_final_message)
+    source = request.chat_template
+    if (images := services.image_template) is not None:
+        messages = images.with_parts(messages)
+        if embeddings is not None and embeddings.images:
+            source = images.marked(source or template.source or "")
     return await template.render(
         messages,
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
@@ -134,7 +141,7 @@ async def chat_prompt_text(
         variables=variables,
         tools=tools.definitions,
         documents=request.documents,
-        template=request.chat_template,
+        template=source,
     )
 
 
@@ -158,7 +165,7 @@ async def chat_prompt(text: str, embeddings: EmbeddingMarkers, request: ChatRequ
         return Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
     if request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens does not go with prompt_embeds parts.", param="truncate_prompt_tokens"
+            "truncate_prompt_tokens does not go with prompt_embeds or image_url parts.", param="truncate_prompt_tokens"
         )
     check_length(text, services, "messages", spare_chars=embeddings.num_chars)
     parts = embeddings.split(text)

@@ -105,6 +105,13 @@ class ChatTemplate:
         text = self._override or self._tokenizer.chat_template or ""
         return "\n".join(text.values()) if isinstance(text, dict) else text
 
+    def probe(self, messages: Sequence[Mapping[str, Any]], template: str) -> str:
+        """What a template makes of some messages; empty where it fails."""
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, chat_template=template))
+        except Exception:
+            return ""
+
     def close(self) -> None:
         self._threads.close()
 
@@ -171,4 +178,7 @@ def _as_text(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _size(message: Mapping[str, Any]) -> int:
     """Characters that the template has to deal with, roughly."""
     calls = sum(len(str(call["function"]["arguments"])) for call in message.get("tool_calls", ()))
-    return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
+    content = message["content"]
+    if not isinstance(content, str):
+        calls += sum(len(item.get("text", "")) for item in content)
+    return len(content) + len(message.get("reasoning_content", "")) + calls

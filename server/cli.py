@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server import bench_command, serve_command, verify_command
+from server import bench_command, healthcheck_command, serve_command, verify_command
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,13 @@ class Command:
 COMMANDS = (
     Command("serve", "serve a model over HTTP", serve_command.add_arguments, serve_command.run),
     Command("verify", "compare a model with transformers", verify_command.add_arguments, verify_command.run),
+    Command(
+        "healthcheck",
+        "ask a server whether it is ready",
+        healthcheck_command.add_arguments,
+        healthcheck_command.run,
+        "",
+    ),
     Command("bench", "measure a server", bench_command.add_arguments, bench_command.run, "WHAT"),
 )
 
@@ -38,9 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
-        usage = (
-            f"intarsia {command.name} [flags] {command.operands}"  # The flags are listed below it; twice is too much.
-        )
+        # The flags are listed below it; twice is too much.
+        usage = f"intarsia {command.name} [flags] {command.operands}".rstrip()
         sub = commands.add_parser(command.name, usage=usage, help=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)

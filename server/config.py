@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runner.config import RunnerConfig
+from runner.config import ClientLimits, RunnerConfig
+from server.api_keys import ApiKey, limits_of, parse_keys
+from server.tls import CertificateFiles
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What the embedded default model is called in the API when no other name is given."""
@@ -17,6 +19,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "sdpa", "triton"]
+
+LogFormat = Literal["text", "json"]
 
 _MIB = 1 << 20
 
@@ -32,13 +36,34 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Empty: everybody may use every route."""
+    """Each with its settings behind it (`api_keys.parse_key`). Empty: everybody may use every route."""
+    cors_origins: tuple[str, ...] = ()
+    """Whose web pages may read answers."""
+    ssl_certfile: str | None = None
+    """None: plain HTTP."""
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password_file: str | None = None
+    ssl_ca_certs: str | None = None
+    """None: clients need no certificates."""
     max_body_bytes: int | None = None
     """None: follows from the model, see `body_limit_for`."""
     api_workers: int = 1
     """Processes that answer HTTP."""
     shutdown_timeout: float = 30.0
+    request_timeout: float | None = None
+    """Seconds from a request's arrival to the end of its answer; None: as long as it takes."""
+    queue_timeout: float | None = None
+    """Seconds for which a prompt may wait for its first slot."""
+    max_concurrency_per_key: int | None = None
+    """For each API key, or for everybody together without any; so are the next two."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None
+    """A collector's URL; None: no traces."""
+    vllm_metrics: bool = False
+    """/metrics also has what vLLM measures under vLLM's names."""
 
     # How the model is presented.
     served_model_name: tuple[str, ...] = ()
@@ -53,6 +78,8 @@ class ServerConfig:
     pooling: str = "auto"
     """Of /v1/embeddings: "auto" is what the model's folder says, else the mean; or "mean", "last"."""
     enable_prompt_embeds: bool = True
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images are fetched, where a request names them by URL; empty: none."""
     strict_params: bool = False
     trust_request_chat_template: bool = False
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -68,6 +95,8 @@ class ServerConfig:
     max_num_batched_tokens: int | None = None
     chunked_prefill_size: int | None = None
     max_queue: int = 1024
+    max_queued_tokens: int | None = None
+    """Prompt rows of requests that wait for a slot; None: as many as `max_queue` allows."""
     max_row_bytes: int = 4096 * _MIB
     """Prompt embeddings that the runner holds for unfinished requests, bytes of host memory."""
     block_size: int = 16
@@ -87,11 +116,32 @@ class ServerConfig:
     """A heartbeat older than this makes /readyz fail."""
     live_seconds: float = 60.0
     """A heartbeat older than this makes /livez fail."""
+    silent_seconds: float = 60.0
+    """A client that is not there any more is noticed after so long; one that does not read, after twice that."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names by which a client may ask for the model; the first is the one in answers."""
         return self.served_model_name or (DEFAULT_MODEL_NAME if self.model is None else _public_name(self.model),)
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """`api_keys`, parsed."""
+        return parse_keys(self.api_keys)
+
+    @property
+    def key_limits(self) -> tuple[ClientLimits, ...]:
+        """Each API key's; one for everybody where there are no keys."""
+        default = ClientLimits(self.max_concurrency_per_key, self.requests_per_minute, self.tokens_per_minute)
+        return limits_of(self.keys, default)
+
+    @property
+    def certificate_files(self) -> CertificateFiles | None:
+        """None: plain HTTP."""
+        if self.ssl_certfile is None:
+            return None
+        key, password = self.ssl_keyfile or "", self.ssl_keyfile_password_file or ""
+        return CertificateFiles(self.ssl_certfile, key, password, self.ssl_ca_certs or "")
 
     def runner_config(self, address: str) -> RunnerConfig:
         """What the runner is started with; `address` is where it binds its socket."""
@@ -114,16 +164,21 @@ class ServerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             attention_backend=self.attention_backend,
             trust_remote_code=self.trust_remote_code,
+            log_format=self.log_format,
             max_queue=self.max_queue,
+            max_queued_tokens=self.max_queued_tokens,
+            clients=self.key_limits,
             max_row_bytes=self.max_row_bytes,
             debug_checks=self.debug_checks,
         )
 
-    def body_limit_for(self, max_model_len: int, hidden_size: int) -> int:
-        """The largest request body, bytes: a full context of float32 rows in base64, and room for the rest."""
+    def body_limit_for(self, max_model_len: int, hidden_size: int, *, sees: bool = False) -> int:
+        """The largest request body, bytes: a full context of float32 rows in base64, and room for the rest. `sees`: the
+        model takes images, so that there is room for two of the largest at least."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
-        return max_model_len * hidden_size * 4 * 4 // 3 + 4 * _MIB
+        rows = max_model_len * hidden_size * 4 * 4 // 3
+        return (max(rows, 56 * _MIB) if sees else rows) + 4 * _MIB
 
 
 def _public_name(model: str) -> str:

@@ -128,14 +128,17 @@ def _parse_arguments(text: str) -> ParsedArguments | str:
     return arguments
 
 
-def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None) -> str:
-    """A string as it is; text parts joined by line ends, but nothing between them and embeddings."""
+def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None) -> str | list[dict[str, str]]:
+    """A string as it is; text parts joined by line ends, but nothing between them and embeddings. With images among
+    them, a list for the template (which puts the images where it wants them)."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _invalid(where, "must be a string or a list of content parts")
     if not content:
         raise _invalid(where, "must have at least one part")
+    if any(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
+        return _parse_seen(content, where, embeddings)
     pieces: list[str] = []
     after_text = False
     for index, part in enumerate(content):
@@ -145,6 +148,28 @@ def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None
         pieces.append(_parse_part(part, f"{where}[{index}]", embeddings))
         after_text = is_text
     return "".join(pieces)
+
+
+def _parse_seen(content: list[Any], where: str, embeddings: EmbeddingMarkers | None) -> list[dict[str, str]]:
+    """Texts and images as a template takes them; embeddings become part of the text next to them."""
+    items: list[dict[str, str]] = []
+    glues = False  # an embedding stands before
+    for index, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "image_url":
+            if embeddings is None:
+                raise no_embeddings(f"{where}[{index}]")
+            embeddings.add_image(part, f"{where}[{index}]")
+            items.append({"type": "image"})
+            glues = False
+            continue
+        is_embedding = isinstance(part, dict) and part.get("type") == "prompt_embeds"
+        text = _parse_part(part, f"{where}[{index}]", embeddings)
+        if items and items[-1]["type"] == "text" and (is_embedding or glues):
+            items[-1]["text"] += text
+        else:
+            items.append({"type": "text", "text": text})
+        glues = is_embedding
+    return items
 
 
 def _parse_part(part: Any, where: str, embeddings: EmbeddingMarkers | None) -> str:
@@ -159,7 +184,7 @@ def _parse_part(part: Any, where: str, embeddings: EmbeddingMarkers | None) -> s
         return _string(part.get(kind), f"{where}.{kind}")
     if not isinstance(kind, str):
         raise _invalid(f"{where}.type", "must be a string")
-    raise _unsupported(f"{where}.type", "only text and prompt_embeds parts are supported")
+    raise _unsupported(f"{where}.type", "only text, image_url and prompt_embeds parts are supported")
 
 
 def _short_string(value: Any, where: str, limit: int) -> str:

@@ -14,6 +14,7 @@ decoded bytes and one copy of the rows. No message quotes content and nothing is
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ import pybase64
 
 from server import npy_file, stored_zip
 from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
+from server.request_context import note_decoding
 from server.row_values import cast_rows, row_digests
 from server.safetensors_file import is_safetensors, read_safetensors
 from server.torch_file import read_torch
@@ -58,13 +60,16 @@ def decode_embedding(payload: bytes | memoryview, *, hidden_size: int, dtype: st
     Raises EmbeddingError for anything else: another format, shape or dtype, a damaged file, NaN or Inf, a value that
     does not fit `dtype`.
     """
+    started = time.perf_counter()
     limits = RowLimits(hidden_size, max_rows)
     view = memoryview(payload).cast("B").toreadonly()
     if len(view) > limits.max_payload_bytes:
         raise EmbeddingError(_too_long(limits))
     tensor = _read(view, limits)
     data = cast_rows(tensor.data, hidden_size, tensor.dtype, dtype)
-    return Rows(data, tensor.num_rows, hidden_size, dtype, row_digests(data, hidden_size * ITEM_BYTES[dtype]))
+    digests = row_digests(data, hidden_size * ITEM_BYTES[dtype])
+    note_decoding(time.perf_counter() - started)
+    return Rows(data, tensor.num_rows, hidden_size, dtype, digests)
 
 
 def decode_base64_embedding(text: str | bytes, *, hidden_size: int, dtype: str, max_rows: int) -> Rows:
@@ -75,7 +80,10 @@ def decode_base64_embedding(text: str | bytes, *, hidden_size: int, dtype: str, 
     limits = RowLimits(hidden_size, max_rows)
     if len(text) > (limits.max_payload_bytes + 2) // 3 * 4:
         raise EmbeddingError(_too_long(limits))
-    return decode_embedding(_decode_base64(text), hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
+    started = time.perf_counter()
+    payload = _decode_base64(text)
+    note_decoding(time.perf_counter() - started)
+    return decode_embedding(payload, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
 
 
 def _decode_base64(text: str | bytes) -> memoryview:

@@ -12,7 +12,7 @@ from typing import Any
 from server.embeddings_schema import EmbeddingRequest
 from server.errors import ContextLengthExceeded, InvalidRequest
 from server.inputs import EncodedPart, Prompt, check_token_ids, decode_parts, encode_parts, encode_prompt
-from server.segments import MAX_PARTS, EmbeddingPart, parse_parts
+from server.segments import MAX_IMAGES, MAX_PARTS, ImagePart, parse_parts
 from server.services import Services
 from server.truncation import Truncation
 
@@ -32,11 +32,14 @@ async def embedding_prompts(request: EmbeddingRequest, services: Services) -> li
     truncation = _truncation(request, services.model.max_model_len)
     # The cheap ones first, as for completions: nothing is decoded before all else is found good.
     begun: list[Prompt | list[EncodedPart]] = []
-    total = 0
+    total = images = 0
     for index, each in enumerate(inputs):
         where = f"input[{index}]" if is_batch else "input"
         prompt = await _begin(each, where, request, services, truncation)
         total += _least_rows(prompt)
+        images += 0 if isinstance(prompt, Prompt) else sum(isinstance(part, ImagePart) for part in prompt)
+        if images > MAX_IMAGES:
+            raise InvalidRequest(f"input can have at most {MAX_IMAGES} images in all.", param="input")
         if total > MAX_TOTAL_ROWS:
             raise InvalidRequest(f"input can have at most {MAX_TOTAL_ROWS} tokens in all.", param="input")
         begun.append(prompt)
@@ -81,7 +84,8 @@ async def _begin(
             raise InvalidRequest(
                 "truncate_prompt_tokens does not go with lists of parts.", param="truncate_prompt_tokens"
             )
-        parts = parse_parts(value, where, take_embeddings=services.enable_prompt_embeds)
+        takes, sees = services.enable_prompt_embeds, services.vision is not None
+        parts = parse_parts(value, where, take_embeddings=takes, take_images=sees)
         return await encode_parts(parts, services, add_special_tokens=add_special, param=where)
     if isinstance(value, str):
         token_ids = await encode_prompt(
@@ -105,4 +109,4 @@ async def _begin(
 def _least_rows(prompt: Prompt | list[EncodedPart]) -> int:
     if isinstance(prompt, Prompt):
         return len(prompt)
-    return sum(1 if isinstance(part, EmbeddingPart) else len(part) for part in prompt)
+    return sum(len(part) if isinstance(part, list) else 1 for part in prompt)

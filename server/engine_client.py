@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
+from server.timeouts import NO_TIMEOUTS, Timeouts
 
 __all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
 
@@ -70,6 +73,7 @@ class EngineClient:
         *,
         live_seconds: float = 60.0,
         max_unaccepted_bytes: int = 1 << 32,
+        timeouts: Timeouts = NO_TIMEOUTS,
     ) -> None:
         self.metrics = metrics
         self.model: ModelInfo | None = None
@@ -84,6 +88,7 @@ class EngineClient:
         self._live_seconds = live_seconds
         self._max_unaccepted_bytes = max_unaccepted_bytes
         self._unaccepted_bytes = 0
+        self._timeouts = timeouts
         self.runner_address = f"ipc://{folder / 'runner'}"
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
@@ -153,7 +158,8 @@ class EngineClient:
     ) -> GenerationStream:
         """Queue a prompt with `n` choices; returns once the runner has accepted it.
 
-        Raises QueueFull (429), InvalidRequest (400, the runner's last check), Unavailable and EngineFailed (503).
+        Raises QueueFull (429), InvalidRequest (400, the runner's last check), Unavailable and EngineFailed (503),
+        RequestTimeout (504).
         Cancelling the caller aborts the request.
         """
         self._check_running()
@@ -161,15 +167,21 @@ class EngineClient:
         if self._unaccepted_bytes and self._unaccepted_bytes + row_bytes > self._max_unaccepted_bytes:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
-        inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get())
-        message = Generate(self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority)
+        inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
+        client = (inbox.context and inbox.context.api_key) or 0
+        positions = () if prompt.positions is None else (prompt.positions.data.cast("B"),)
+        message = Generate(
+            self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client,
+            has_positions=bool(positions),
+        )  # fmt: skip
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
         stream = GenerationStream(self, inbox)
         if inbox.context is not None:
             inbox.context.on_end.append(stream.abort)
+        self._timeouts.start(inbox, self._give_up)
         try:
-            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *prompt.rows):
+            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *positions, *prompt.rows):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
             while not inbox.accepted and inbox.error is None:
                 await inbox.wait()
@@ -180,6 +192,8 @@ class EngineClient:
             raise
         finally:
             self._unaccepted_bytes -= row_bytes
+        self.metrics.embedding_rows.add(sum(span.length for span in prompt.spans))
+        self.metrics.embedding_bytes.add(row_bytes)
         return stream
 
     async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
@@ -207,10 +221,8 @@ class EngineClient:
         """For the streams: the request is over. Counted here and nowhere else."""
         if self._requests.pop(inbox.request, None) is None:
             return
-        self.metrics.finished[inbox.reason].add()
-        self.metrics.e2e_latency.observe(time.monotonic() - inbox.created)
-        if inbox.context is not None:
-            inbox.context.finish_reasons.append(inbox.reason)
+        inbox.cancel_timers()
+        inbox.measure_end(time.monotonic())
 
     def fail(self, message: str) -> None:
         """The runner is gone, or about to go: end every open request with EngineFailed, and every later one."""
@@ -230,8 +242,16 @@ class EngineClient:
         if self.model is None:
             raise Unavailable("The model is still loading.")
 
+    def _give_up(self, inbox: Inbox, error: APIError) -> None:
+        """End a request that takes too long, wherever it is."""
+        if inbox.open:
+            self.abort(inbox, -1)
+            inbox.fail(error)
+            self.forget(inbox)
+
     def _refuse(self, inbox: Inbox, error: APIError, reason: str) -> None:
         """The request was never queued: it is not counted among those that ended."""
+        inbox.cancel_timers()
         self.metrics.count_rejected(reason)
         self._requests.pop(inbox.request, None)
         inbox.fail(error)
@@ -300,7 +320,7 @@ class EngineClient:
             self._on_rejected(message)
         elif isinstance(message, Ready):
             self._answered = True
-            self.model = message.model
+            self.model = self.metrics.model = message.model
             self.last_heartbeat = time.monotonic()
             self._ready.set()
         elif isinstance(message, Loading):
@@ -321,7 +341,8 @@ class EngineClient:
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
         invalid = message.reason == "invalid"
-        error = InvalidRequest(message.message) if invalid else QueueFull(message.message)
+        wait = max(1, math.ceil(message.retry_after))
+        error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
         if inbox is not None:
             self._refuse(inbox, error, message.reason)
         else:
@@ -341,13 +362,21 @@ class EngineClient:
             if (inbox := requests.get(rows.request)) is not None:
                 inbox.add_hidden(rows)
         logprobs = step.logprobs or itertools.repeat(None)
+        before: list[float] = []
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):
             inbox = requests.get(request)
             if inbox is not None and not inbox.ended[choice]:
-                inbox.add_token(choice, token, entry, now)
-        self.metrics.generation_tokens.add(len(step.tokens))
+                before.append(inbox.add_token(choice, token, entry, now))
+        self._measure_tokens(before, now)
         for end in step.ends:
             if (inbox := requests.get(end.request)) is not None:
                 inbox.add_end(end)
                 if not inbox.open:
                     self.forget(inbox)
+
+    def _measure_tokens(self, before: Sequence[float], now: float) -> None:
+        """`before`: for each token, when the one before it came. Most of a step's had theirs in the same step."""
+        self.metrics.generation_tokens.add(len(before))
+        for last, times in Counter(before).items():
+            if last:
+                self.metrics.inter_token_latency.observe(now - last, times)

@@ -21,12 +21,39 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from server.request_context import current_request
+
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4096
 _MAX_PARAM_CHARS = 200
 _MAX_REPORTED = 5
 """A list of a thousand wrong items gives a thousand validation errors: only the first are told."""
+
+ERROR_CODES = (
+    "body_too_large",
+    "context_length_exceeded",
+    "engine_failed",
+    "generation_failed",
+    "headers_too_large",
+    "invalid_api_key",
+    "invalid_http",
+    "invalid_json",
+    "invalid_value",
+    "method_not_allowed",
+    "model_not_found",
+    "not_found",
+    "not_running",
+    "overloaded",
+    "previous_response_not_found",
+    "rate_limit_exceeded",
+    "request_aborted",
+    "timeout",
+    "unknown_parameter",
+    "unsupported_media_type",
+    "unsupported_parameter",
+)
+"""Every `code` that is ever told; the metrics count by them."""
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -56,7 +83,14 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def note(self) -> None:
+        """For the request's log line and the metrics: this is what its client is told."""
+        context = current_request.get()
+        if context is not None:
+            context.error = self.code or self.type
+
     def response(self) -> Response:
+        self.note()
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
@@ -108,6 +142,14 @@ class Unavailable(APIError):
 
     def __init__(self, message: str, *, retry_after: int = 5) -> None:
         super().__init__(503, message, type=SERVER_ERROR, code="overloaded", headers={"Retry-After": str(retry_after)})
+
+
+class RequestTimeout(APIError):
+    """The answer took longer than the server allows. The client's library is told not to ask for the same again."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"The request took longer than the {seconds:g} seconds that this server allows."
+        super().__init__(504, message, type=SERVER_ERROR, code="timeout", headers={"x-should-retry": "false"})
 
 
 ENGINE_STOPPED = "The engine stopped before the request was finished."

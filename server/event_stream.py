@@ -65,8 +65,11 @@ class EventStream(Response):
         except (asyncio.CancelledError, OSError):
             raise
         except APIError as error:
+            error.note()
             last = event(error.body()) + self._done
         except Exception as error:
             log_exception(error)
-            last = event(InternalError().body()) + self._done
+            internal = InternalError()
+            internal.note()
+            last = event(internal.body()) + self._done
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
+
+from server.api_keys import parse_key, parse_keys
 
 
 def with_default(text: str, default: object) -> str:
@@ -50,6 +53,11 @@ def seconds(text: str) -> float:
     return number(text, 0.0, 86400.0)
 
 
+def timeout(text: str) -> float:
+    value = seconds(text)
+    return value if value > 0 else invalid("0 seconds are not enough for anything")
+
+
 def fraction(text: str) -> float:
     value = number(text, 0.0, 1.0)
     return value if value > 0 else invalid("0 is not between 0 and 1")
@@ -73,8 +81,25 @@ def nonempty(text: str) -> str:
     return text.strip() or invalid("must not be empty")
 
 
+def http_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        invalid(f"{text!r} is not a URL that begins with http:// or https://")
+    return text
+
+
+def api_key(text: str) -> str:
+    """A key, and the settings behind it (`api_keys`)."""
+    text = nonempty(text)
+    try:
+        parse_key(text)
+    except ValueError as error:
+        invalid(str(error))
+    return text
+
+
 def key_file(name: str) -> list[str]:
-    """The keys, without empty lines and lines that begin with #."""
+    """The keys with their settings, without empty lines and lines that begin with #."""
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -82,7 +107,34 @@ def key_file(name: str) -> list[str]:
     except UnicodeDecodeError:
         invalid(f"{name} is not a text in UTF-8")
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    try:
+        parse_keys(keys)
+    except ValueError as error:
+        invalid(f"{name}: {error}")
     return keys or invalid(f"there is no key in {name}")
+
+
+def readable(name: str) -> str:
+    """A file that can be read."""
+    try:
+        with open(name, "rb"):
+            return name
+    except OSError as error:
+        invalid(f"cannot read {name}: {error.strerror}")
+
+
+def origin(text: str) -> str:
+    """Of web pages, as browsers write it: in lower case, without a path and without the scheme's own port."""
+    url = urlsplit(text)
+    try:
+        port = url.port
+    except ValueError:
+        invalid(f"{text!r} has no such port")
+    if url.scheme not in ("http", "https") or not url.hostname or text != f"{url.scheme}://{url.netloc}".lower():
+        invalid(f"{text!r} is not an origin: write https://example.org or http://localhost:3000")
+    if "@" in url.netloc or port == {"http": 80, "https": 443}[url.scheme]:
+        invalid(f"{text!r} is not what a browser sends: no user, and no port where it is the usual one")
+    return text
 
 
 def invalid(message: str) -> NoReturn:

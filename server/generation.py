@@ -49,8 +49,11 @@ class Inbox:
         "created",
         "ended",
         "error",
+        "first_slot",
+        "first_token",
         "last_tokens",
         "loop",
+        "max_tokens",
         "metrics",
         "open",
         "pending",
@@ -58,14 +61,30 @@ class Inbox:
         "ready",
         "reason",
         "request",
+        "timers",
+        "tokens",
         "waiter",
     )
 
     def __init__(
-        self, request: int, n: int, prompt_tokens: int, metrics: Metrics, context: RequestContext | None
+        self,
+        request: int,
+        n: int,
+        prompt_tokens: int,
+        metrics: Metrics,
+        context: RequestContext | None,
+        max_tokens: int = 0,
     ) -> None:
         self.request = request
         self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        """Of each choice; only measured."""
+        self.tokens = 0
+        """Of all choices, so far."""
+        self.first_slot = self.first_token = 0.0
+        """When the request got them; 0 before."""
+        self.timers: list[asyncio.TimerHandle] = []
+        """See `timeouts`."""
         self.metrics = metrics
         self.context = context
         self.created = time.monotonic()
@@ -92,7 +111,9 @@ class Inbox:
             self.accepted = True
             self._wake()
 
-    def add_token(self, choice: int, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+    def add_token(self, choice: int, token: int, logprobs: TokenLogprobs | None, now: float) -> float:
+        """Returns when the choice's token before this one came; 0 for its first. (The caller measures the time between
+        them for a whole step at once.)"""
         event = self.pending[choice] or self._event(choice)
         event.tokens.append(token)
         if logprobs is not None:
@@ -101,23 +122,23 @@ class Inbox:
             else:
                 event.logprobs = [logprobs]
         last, self.last_tokens[choice] = self.last_tokens[choice], now
-        if last:
-            self.metrics.inter_token_latency.observe(now - last)
-        else:
-            self.metrics.time_to_first_token.observe(now - self.created)
-            if self.context is not None and self.context.first_token is None:
-                self.context.first_token = now - self.context.started
-        if self.context is not None:
-            self.context.completion_tokens += 1
+        self.tokens += 1
+        if not last:
+            self._measure_first_token(now)
+        return last
 
     def add_started(self, started: Started) -> None:
         self._event(started.choice).started = started
-        self.metrics.queue_time.observe(started.queue_seconds)
         if started.choice == 0:
+            self.first_slot = self.created + started.queue_seconds
             self.metrics.prompt_tokens.add(self.prompt_tokens)
+            self.metrics.prompt_tokens_cached.add(started.cached_tokens)
             if self.context is not None:
                 self.context.prompt_tokens += self.prompt_tokens
                 self.context.cached_tokens += started.cached_tokens
+                self.context.queue_seconds = max(self.context.queue_seconds, started.queue_seconds)
+                if self.context.first_slot is None:
+                    self.context.first_slot = self.first_slot - self.context.started
 
     def add_prompt_logprobs(self, entries: PromptLogprobs) -> None:
         event = self._event(0)
@@ -147,6 +168,30 @@ class Inbox:
             self.reason = "error"
             self.open = 0
         self._wake()
+
+    def measure_end(self, now: float) -> None:
+        """The request is over: count it, once. What it never got to took no time."""
+        metrics, context = self.metrics, self.context
+        first_token = self.first_token or now
+        first_slot = min(self.first_slot or now, first_token)
+        metrics.finished[self.reason].add()
+        metrics.e2e_latency.observe(now - self.created)
+        metrics.queue_time.observe(first_slot - self.created)
+        metrics.prefill_time.observe(first_token - first_slot)
+        metrics.decode_time.observe(now - first_token)
+        metrics.inference_time.observe(now - first_slot)
+        metrics.request_prompt_tokens.observe(self.prompt_tokens if self.first_slot else 0)
+        metrics.request_generation_tokens.observe(self.tokens)
+        metrics.request_n.observe(len(self.ended))
+        metrics.request_max_tokens.observe(self.max_tokens)
+        if context is not None:
+            context.completion_tokens += self.tokens
+            context.finish_reasons.append(self.reason)
+
+    def cancel_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
 
     # --- called by the stream -------------------------------------------------------------------------------------
 
@@ -182,6 +227,14 @@ class Inbox:
             self.accepted = True  # Output may overtake the `Accepted` message.
             self._wake()
         return event
+
+    def _measure_first_token(self, now: float) -> None:
+        """Of a choice."""
+        self.metrics.time_to_first_token.observe(now - self.created)
+        if not self.first_token:
+            self.first_token = now
+            if self.context is not None and self.context.first_token is None:
+                self.context.first_token = now - self.context.started
 
     def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():

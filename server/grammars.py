@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
@@ -34,8 +36,12 @@ _NO_PROCESS = Reply(error="process")
 
 
 class Grammars:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, on_compiled: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        """`on_compiled`: told of each grammar that was not remembered, how many seconds it took."""
         self._tokenizer = tokenizer
+        self._on_compiled = on_compiled
         self._vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="grammar")
         self._idle: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()
@@ -98,10 +104,12 @@ class Grammars:
         return await asyncio.shield(task)
 
     async def _run(self, key: bytes, job: Job) -> Reply:
+        started = time.monotonic()
         try:
             reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, job)
         finally:
             del self._running[key]
+        self._on_compiled(time.monotonic() - started)
         if reply.error not in (TOO_COSTLY, _NO_PROCESS.error):  # which another time may not be
             self._remember(key, reply)
         return reply

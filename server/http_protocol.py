@@ -1,5 +1,6 @@
-"""uvicorn's HTTP parser with the limits that it lacks: on the size of a request's head, on a connection that never
-sends one or never ends it, and on how much of a refused body is read. What is malformed is answered in OpenAI's shape.
+"""uvicorn's HTTP parser with the limits that it lacks: on the size of a request's head and of its trailers, on a
+connection that never sends one or never ends it, on how much of a refused body is read, and on how long an answer waits
+to be read. What is malformed is answered in OpenAI's shape.
 
 The head has to be limited here: by the time the application sees a request, its headers are in memory.
 """
@@ -13,31 +14,45 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.errors import APIError
 from server.request_context import new_request_id
+from server.slow_readers import PERIOD_SECONDS, SlowReader
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together."""
 MAX_HEADERS = 100
 MAX_DROPPED_BYTES = 256 << 20
 """A refused body is read on and dropped, so that its sender sees the answer; but not without end."""
+MAX_FRAMING = 8
+"""Bytes around each byte of a chunked body, on average, and `MAX_HEAD_BYTES` more. Chunks of one byte have 5."""
 HEAD_SECONDS = 60.0
 """From a head's first bytes to its last ones. Keep-alive does not see it: its timer ends with the first byte."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     head_seconds = HEAD_SECONDS
+    read_seconds = PERIOD_SECONDS
+    """How long a connection may be full before its client has to have read something."""
+    _slow_reader: SlowReader | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _in_head = False
     _in_body = False
+    _messages = 0
+    _body_bytes = 0
+    """Of all requests of the connection."""
     _dropped_bytes = 0
+    _framing_room = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._slow_reader = SlowReader(transport, self.read_seconds)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
+        was_in_head, was_in_body = self._in_head, self._in_body
+        message, body_bytes = self._messages, self._body_bytes
         super().data_received(data)
+        if was_in_body and self._in_body and message == self._messages:
+            self._count_body(len(data), self._body_bytes - body_bytes)
         # All of it was head, and is inside the parser now. (Data in which a head begins may be a body for the rest.)
         if was_in_head and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
@@ -49,13 +64,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        if self._slow_reader is not None:
+            self._slow_reader.stop()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
+        self._messages += 1
         self._dropped_bytes = 0
+        self._framing_room = MAX_HEAD_BYTES
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Not the trailers behind a chunked body: uvicorn would add them to the headers that the application has seen.
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -70,21 +94,41 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        if self.cycle.response_complete:
-            self._dropped_bytes += len(body)
-            if self._dropped_bytes > MAX_DROPPED_BYTES:
-                self.transport.abort()
-        super().on_body(body)
+        self._body_bytes += len(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
         if not self.transport.is_closing():
             super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._slow_reader is not None:
+            self._slow_reader.on_full()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closing waits for what is still to be written, and so for a client that reads."""
+        super().timeout_keep_alive_handler()
+        if self._slow_reader is not None:
+            self._slow_reader.on_full()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(APIError(400, msg, code="invalid_http"))
+
+    def _count_body(self, received: int, body: int) -> None:
+        """Of `received` bytes `body` were body. The rest frames its chunks, and what may stand there (extensions,
+        trailers) has neither a length of its own nor a limit in the parser."""
+        if self.transport.is_closing():
+            return
+        self._framing_room += MAX_FRAMING * body - (received - body)
+        if self.cycle.response_complete:
+            self._dropped_bytes += received
+            if self._dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.abort()
+        elif self._framing_room < 0:
+            self._refuse(APIError(400, "The request's chunks carry too much beside the body.", code="invalid_http"))
 
     def _is_answering(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request

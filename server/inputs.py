@@ -13,13 +13,15 @@ from typing import Any
 
 from runner.messages import EMBEDDING_ID
 from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
-from server.errors import ContextLengthExceeded, InvalidRequest
+from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
-from server.prompt import PromptRows
+from server.image_parts import laid_out, with_neighbours, without_neighbours
+from server.prompt import PromptRows, Segment
 from server.schemas import CompletionRequest
-from server.segments import MAX_PARTS, EmbeddingPart, IdsPart, Part, parse_parts
+from server.segments import MAX_IMAGES, MAX_PARTS, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
 from server.services import Services
 from server.truncation import Truncation
+from server.vision import ImageRows
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
@@ -27,8 +29,8 @@ MAX_CHOICES = 4096
 ListedIds = Sequence[int | None] | None
 """A prompt's ids as clients see them: null at embedding rows, null altogether where there is nothing else."""
 
-EncodedPart = list[int] | EmbeddingPart
-"""A part of a mixed prompt whose embeddings are still to be decoded."""
+EncodedPart = list[int] | EmbeddingPart | ImagePart
+"""A part of a mixed prompt whose embeddings and images are still to be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         raise InvalidRequest("This server takes no prompt_embeds.", param="prompt_embeds")
     is_batch = texts_or_ids is request.prompt
     mixed = _mixed_prompts(texts_or_ids, services, is_batch=is_batch)
-    has_rows = bool(embeddings) or any(isinstance(part, EmbeddingPart) for parts in mixed.values() for part in parts)
+    is_rows = EmbeddingPart | ImagePart
+    has_rows = bool(embeddings) or any(isinstance(part, is_rows) for parts in mixed.values() for part in parts)
     if has_rows and request.echo:
-        raise InvalidRequest("echo is not possible with prompt_embeds: they have no text.", param="echo")
+        raise InvalidRequest("echo is not possible with prompt_embeds or images: they have no text.", param="echo")
     truncation = Truncation.of(request, services.model.max_model_len)
     if (has_rows or mixed) and truncation is not None:
         raise InvalidRequest(
@@ -139,11 +142,14 @@ def _mixed_prompts(prompts: Sequence[str | list[Any]], services: Services, *, is
     }
     if sum(map(len, mixed.values())) > MAX_PARTS:
         raise InvalidRequest(f"A request can have at most {MAX_PARTS} parts.", param="prompt")
-    take = services.enable_prompt_embeds
-    return {
-        index: parse_parts(each, f"prompt[{index}]" if is_batch else "prompt", take_embeddings=take)
+    take, sees = services.enable_prompt_embeds, services.vision is not None
+    parsed = {
+        index: parse_parts(each, f"prompt[{index}]" if is_batch else "prompt", take_embeddings=take, take_images=sees)
         for index, each in mixed.items()
     }
+    if sum(isinstance(part, ImagePart) for parts in parsed.values() for part in parts) > MAX_IMAGES:
+        raise InvalidRequest(f"A request can have at most {MAX_IMAGES} images.", param="prompt")
+    return parsed
 
 
 async def encode_parts(
@@ -153,10 +159,12 @@ async def encode_parts(
     that go before a text, if the prompt begins with one. No embedding is decoded. Raises APIError."""
     encoded: list[EncodedPart] = []
     least_rows = 0
+    if services.vision is not None:
+        parts = laid_out(parts, services.vision.layout)
     for part in parts:
-        if isinstance(part, EmbeddingPart):
+        if isinstance(part, EmbeddingPart | ImagePart):
             encoded.append(part)
-            least_rows += 1
+            least_rows += _least_rows(part, services)
             continue
         if isinstance(part, IdsPart):
             check_token_ids(part.token_ids, services.model.vocab_size, part.where)
@@ -164,7 +172,9 @@ async def encode_parts(
         else:
             # A text that is the whole prompt is no different from a plain one.
             around = add_special_tokens and len(parts) == 1
-            token_ids = await encode_prompt(part.text, services, add_special_tokens=around, param=part.where)
+            piece = with_neighbours(part)
+            token_ids = await encode_prompt(piece, services, add_special_tokens=around, param=part.where)
+            token_ids = without_neighbours(token_ids, part)
             if add_special_tokens and not around and part is parts[0]:
                 token_ids = services.tokenizer.opening_ids + token_ids
             await asyncio.sleep(0)  # a short text takes a millisecond or two, and there may be thousands
@@ -181,10 +191,15 @@ async def encode_parts(
 async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, param: str) -> Prompt:
     """The prompt that `encode_parts` has begun. Raises APIError."""
     # Each embedding part has one row at least, which a later one must not be decoded to learn.
-    num_rows = sum(1 if isinstance(part, EmbeddingPart) else len(part) for part in parts)
-    segments: list[list[int] | Rows] = []
+    num_rows = sum(len(part) if isinstance(part, list) else _least_rows(part, services) for part in parts)
+    segments: list[Segment] = []
     for part in parts:
-        if isinstance(part, EmbeddingPart):
+        if isinstance(part, ImagePart):
+            least = _least_rows(part, services)
+            image = await _load_image(part, services, services.model.max_model_len - num_rows + least)
+            num_rows += image.num_rows - least
+            segments.append(image)
+        elif isinstance(part, EmbeddingPart):
             rows = await _decode(part.data, services, services.model.max_model_len - num_rows + 1, part.where)
             num_rows += rows.num_rows - 1
             segments.append(rows)
@@ -193,6 +208,17 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
     prompt_rows = PromptRows.from_segments(segments)
     token_ids = () if prompt_rows.spans else prompt_rows.token_ids.tolist()
     return Prompt(prompt_rows, param, token_ids)
+
+
+def _least_rows(part: EmbeddingPart | ImagePart, services: Services) -> int:
+    """Of a part that is not decoded yet."""
+    return services.vision.least_rows if isinstance(part, ImagePart) and services.vision is not None else 1
+
+
+async def _load_image(part: ImagePart, services: Services, max_rows: int) -> ImageRows:
+    if services.vision is None:
+        raise UnsupportedParameter(f"{part.where}: this model takes no images.", param=part.where)
+    return await services.vision.load_image(part, max_rows)
 
 
 def _check_rows(num_rows: int, services: Services, param: str) -> None:

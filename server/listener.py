@@ -23,14 +23,22 @@ _PAUSE_SECONDS = 0.5
 """Without accepting, when there is no descriptor or memory for another connection."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+SILENT_SECONDS = 60.0
+"""How long a peer may be silent: it answers no probe, or has no room for what it is sent."""
+_TCP_NOTSENT_LOWAT = 25
+"""Linux's number; Python has no name for it before 3.12."""
+_MAX_UNSENT_BYTES = 256 << 10
+"""Of an answer in the kernel, beyond what is on its way: the rest waits here, where it is seen (`slow_readers`)."""
 
-def bind(host: str, port: int) -> socket.socket:
+
+def bind(host: str, port: int, silent_seconds: float = SILENT_SECONDS) -> socket.socket:
     """A listening socket. Raises OSError. It listens at once: two bound sockets do not collide before one listens."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by its connections
+        for level, option, value in _inherited(silent_seconds):
+            listener.setsockopt(level, option, value)
         listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
@@ -38,6 +46,21 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _inherited(silent_seconds: float) -> list[tuple[int, int, int]]:
+    """Options that every connection has from the listener. A machine that loses its power says no goodbye, and a
+    request that waits for its turn is sent nothing whose loss could be noticed: so the kernel asks now and then."""
+    tcp = socket.IPPROTO_TCP
+    return [
+        (tcp, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (tcp, socket.TCP_KEEPIDLE, max(1, round(silent_seconds / 2))),
+        (tcp, socket.TCP_KEEPINTVL, max(1, round(silent_seconds / 6))),
+        (tcp, socket.TCP_KEEPCNT, 3),
+        (tcp, socket.TCP_USER_TIMEOUT, round(silent_seconds * 1000)),
+        (tcp, _TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES),
+    ]
 
 
 class Taker(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server.lifecycle import Lifecycle
@@ -38,9 +38,9 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
         """How many API requests are being answered."""
         return {"server_load": lifecycle.in_flight}
 
-    async def metrics_(request: Request) -> Response:
+    async def metrics_() -> Response:
         """Prometheus metrics."""
-        body, content_type = metrics.exposition(request.headers.get("accept", ""))
+        body, content_type = metrics.exposition()
         return Response(body, headers={"content-type": content_type})
 
     for path, probe in (("/health", readyz), ("/ping", readyz), ("/readyz", readyz), ("/livez", livez)):
@@ -49,7 +49,7 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
         router.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/version", version_, methods=["GET"], operation_id="version")
     router.add_api_route("/load", load, methods=["GET"], operation_id="load")
-    formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
+    formats: dict[str, Any] = {"text/plain": {}}
     router.add_api_route(
         "/metrics",
         metrics_,

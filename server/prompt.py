@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from runner.messages import EMBEDDING_ID, Span
 from server.embeddings import Rows
+from server.vision import ImageRows
+
+Segment = Sequence[int] | Rows | ImageRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,9 @@ class PromptRows:
     row_digests: bytes = field(default=b"", repr=False)
     """[num_embedding_rows, DIGEST_BYTES]."""
     rows: tuple[memoryview | bytes, ...] = field(default=(), repr=False)
-    """One buffer a span: [span.length, hidden_size], the model's dtype, C order."""
+    """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels."""
+    positions: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    """[3, num_rows], where they aren't the rows' own places."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -38,23 +43,48 @@ class PromptRows:
         return cls.from_segments([rows])
 
     @classmethod
-    def from_segments(cls, segments: Sequence[Sequence[int] | Rows]) -> PromptRows:
-        """Token ids and embedding rows, one behind the other. The rows are not copied: each `Rows` is a span."""
-        lengths = [each.num_rows if isinstance(each, Rows) else len(each) for each in segments]
+    def from_segments(cls, segments: Sequence[Segment]) -> PromptRows:
+        """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, and so
+        is each image."""
+        lengths = [each.num_rows if isinstance(each, Rows | ImageRows) else len(each) for each in segments]
         token_ids = np.full(sum(lengths), EMBEDDING_ID, dtype=np.int32)
         spans: list[Span] = []
         start = 0
         for segment, length in zip(segments, lengths, strict=True):
             if isinstance(segment, Rows):
                 spans.append(Span(start, length))
+            elif isinstance(segment, ImageRows):
+                spans.append(
+                    Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid)
+                )
             else:
                 token_ids[start : start + length] = segment
             start += length
-        embedded = [each for each in segments if isinstance(each, Rows)]
+        embedded = [each for each in segments if isinstance(each, Rows | ImageRows)]
         digests = b"".join(each.digests for each in embedded)
-        return cls(token_ids, tuple(spans), digests, tuple(each.data for each in embedded))
+        frames = tuple(each.data if isinstance(each, Rows) else each.pixels.data.cast("B") for each in embedded)
+        return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths))
 
     @property
     def tail_ids(self) -> npt.NDArray[np.int32]:
         """The token ids behind the last embedding row; all of them where there is none."""
         return self.token_ids[self.spans[-1].start + self.spans[-1].length :] if self.spans else self.token_ids
+
+
+def _positions(segments: Sequence[Segment], lengths: Sequence[int]) -> npt.NDArray[np.int32] | None:
+    """The position ids of M-RoPE (Wang et al. 2024, arXiv:2409.12191): a text's rows have one number in all three
+    dimensions; an image's rows count time, height and width from where the text left off, and what follows goes on
+    behind the largest."""
+    if not any(isinstance(each, ImageRows) and each.grid for each in segments):
+        return None
+    parts, at = [], 0
+    for segment, length in zip(segments, lengths, strict=True):
+        if isinstance(segment, ImageRows) and segment.grid:
+            time, height, width = segment.grid
+            sides = (time, height // segment.merge_size, width // segment.merge_size)
+            parts.append(at + np.indices(sides, dtype=np.int32).reshape(3, -1))
+            at += segment.side
+        else:
+            parts.append(np.broadcast_to(np.arange(at, at + length, dtype=np.int32), (3, length)))
+            at += length
+    return np.ascontiguousarray(np.concatenate(parts, 1), dtype=np.int32)

@@ -15,7 +15,6 @@ from server.answer_grammar import answer_grammar
 from server.body import read_json
 from server.chat import chat_prompt, chat_prompt_text, parse_chat
 from server.completions import parse_completion
-from server.embedding_markers import EmbeddingMarkers
 from server.inputs import Prompt, completion_prompts
 from server.openapi import json_body
 from server.respond import run_handler
@@ -56,7 +55,7 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     constraint = constraint_of(body)
     model = services.model_name(request.model)
     tools = requested_tools(request, services)
-    embeddings = EmbeddingMarkers(take_embeddings=services.enable_prompt_embeds)
+    embeddings = services.markers()
     text = await chat_prompt_text(request, services, tools, embeddings)
     prompt = await chat_prompt(text, embeddings, request, services)
     await answer_grammar(constraint, parts_rules(request, tools, text, services), services)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from runner.messages import SamplingParams
+
 
 def new_request_id() -> str:
     """The `x-request-id` of an answer."""
@@ -30,15 +32,31 @@ class RequestContext:
     """Which of the server's API keys it came with."""
     started: float = field(default_factory=time.monotonic)
     status: int = 0
+    error: str | None = None
+    """The code of the error that the client was told, in its answer or at the end of its stream."""
     complete: bool = False
     """Whether the whole answer was sent."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    """Until its prompts had slots: the longest wait of them."""
+    first_slot: float | None = None
+    """Seconds from the request's arrival until the first of its prompts had a slot."""
+    decode_seconds: float = 0.0
+    """Spent in decoding its embedding files."""
     first_token: float | None = None
     """Seconds from the request's arrival to its first token."""
     finish_reasons: list[str] = field(default_factory=list)
     """How each engine request ended: one per prompt, not per choice."""
+    model: str = ""
+    """One of the server's names, which the answer says."""
+    answer_id: str = ""
+    sampling: SamplingParams | None = None
+    """The first prompt's. Not for the log: a grammar is content."""
+    choices: int = 1
+    """Of each prompt."""
+    stream: bool = False
     release_body: Callable[[], None] = lambda: None
     """Set by the body limit: its count of what is held for this request's body goes down."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
@@ -57,3 +75,11 @@ def release_body() -> None:
     context = current_request.get()
     if context is not None:
         context.release_body()
+
+
+def note_decoding(seconds: float) -> None:
+    """Called where an embedding file has been decoded, in a thread that works for the request (`asyncio.to_thread`
+    takes the context along); a request decodes one file at a time."""
+    context = current_request.get()
+    if context is not None:
+        context.decode_seconds += seconds

@@ -1,5 +1,5 @@
-"""The outermost middleware: gives each request its id, and when it is over writes one line about it, counts it and
-closes what its route left open. It is also where an exception that nobody expected ends.
+"""The outermost middleware: gives each request its id, and when it is over writes one line about it, counts it, traces
+it and closes what its route left open. It is also where an exception that nobody expected ends.
 
 The line holds ids, sizes and times. Never content: not the body, not the query, not even the path of an unknown route.
 """
@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import InternalError, log_exception
 from server.gate import OPERATOR_PATHS
+from server.log_format import Pairs
 from server.metrics import Metrics
 from server.request_context import RequestContext, current_request, new_request_id
+from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia.request")
 
@@ -24,12 +28,20 @@ CLIENT_CLOSED_REQUEST = 499
 """Nobody receives this status; it is what the log and the metrics say of a client that went away."""
 
 _CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_MAX_REASONS = 8
+_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class RequestLog:
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    """`key_names`: of the API keys, by their numbers. `tracing`: None where there is none."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, key_names: Sequence[str] = (), tracing: Tracing | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._key_names = key_names
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +53,9 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = context.id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = context.id
+                headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
             else:
                 context.complete = not message.get("more_body", False)
             await send(message)
@@ -64,20 +78,52 @@ class RequestLog:
             context.status = CLIENT_CLOSED_REQUEST
         if scope["path"] in OPERATOR_PATHS and context.status in (200, 503):
             return  # Probes and scrapes come every few seconds and would drown the rest.
+        self._count(context)
+        route = getattr(scope.get("route"), "path", "")
+        if logger.isEnabledFor(logging.INFO):
+            fields = self._fields(context, scope["method"], route)
+            logger.info("%s", Pairs(fields), extra={"fields": fields})
+        if self._tracing is not None:
+            headers = Headers(scope=scope)
+            given = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+            self._tracing.record(context, method=scope["method"], route=route, headers=given)
+
+    def _count(self, context: RequestContext) -> None:
         self._metrics.count_response(context.status)
-        fields = [
-            f"id={context.id}",
-            f"route={getattr(scope.get('route'), 'path', 'unknown')}",
-            f"method={scope['method']}",
-            f"status={context.status}",
-            f"ms={(time.monotonic() - context.started) * 1000:.1f}",
-        ]
+        if context.error is not None:
+            self._metrics.count_error(context.error)
+        if context.decode_seconds:
+            self._metrics.embedding_decode_time.observe(context.decode_seconds)
+
+    def _fields(self, context: RequestContext, method: str, route: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "id": context.id,
+            "route": route or "unknown",
+            "method": method,
+            "status": context.status,
+            "ms": _milliseconds(time.monotonic() - context.started),
+        }
+        if context.status == CLIENT_CLOSED_REQUEST:
+            fields["client_gone"] = True
+        if context.error is not None:
+            fields["error"] = context.error
+        if context.decode_seconds:
+            fields["decode_ms"] = _milliseconds(context.decode_seconds)
+        if context.first_slot is not None:
+            fields["queue_ms"] = _milliseconds(context.queue_seconds)
         if context.first_token is not None:
-            fields.append(f"ttft_ms={context.first_token * 1000:.1f}")
+            fields["ttft_ms"] = _milliseconds(context.first_token)
         if context.finish_reasons:
-            fields.append(f"prompt_tokens={context.prompt_tokens} cached_tokens={context.cached_tokens}")
-            fields.append(f"completion_tokens={context.completion_tokens}")
-            fields.append(f"finished={','.join(context.finish_reasons[:8])}")
+            fields["prompt_tokens"] = context.prompt_tokens
+            fields["cached_tokens"] = context.cached_tokens
+            fields["completion_tokens"] = context.completion_tokens
+            fields["finished"] = context.finish_reasons[:_MAX_REASONS]
+        if context.api_key is not None and context.api_key < len(self._key_names):
+            fields["key"] = self._key_names[context.api_key]
         if context.client_id:
-            fields.append(f"client_id={context.client_id}")
-        logger.info(" ".join(fields))
+            fields["client_id"] = context.client_id
+        return fields
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 1)

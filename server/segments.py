@@ -15,7 +15,10 @@ from server.errors import InvalidRequest, UnsupportedParameter
 MAX_PARTS = 4096
 """Of all prompts of one request together; embedding parts of one conversation."""
 
-_NOT_YET = ("soft_prompt", "image_url")
+MAX_IMAGES = 16
+"""Of one request."""
+
+_NOT_YET = ("soft_prompt",)
 _OTHER_SOURCES = {
     "id": "stored embeddings are not supported",
     "part": "binary parts are not supported",
@@ -29,6 +32,9 @@ class TextPart:
     text: str = field(repr=False)
     where: str
     """The field that it came in, for errors."""
+    between: tuple[str, str] = ("", "")
+    """Special tokens that stand before and behind it in the prompt: it is tokenised with them there, and they are then
+    left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +51,25 @@ class EmbeddingPart:
     where: str
 
 
-Part = TextPart | IdsPart | EmbeddingPart
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    url: str = field(repr=False)
+    """A `data:` URL, or one to fetch. Not read yet."""
+    where: str
 
 
-def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool) -> list[Part]:
-    """The parts of one prompt. `take_embeddings`: whether this server takes any.
+Part = TextPart | IdsPart | EmbeddingPart | ImagePart
+
+
+def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool, take_images: bool = False) -> list[Part]:
+    """The parts of one prompt. `take_embeddings`: whether this server takes any; `take_images`: whether its model sees.
 
     Raises InvalidRequest, or UnsupportedParameter for parts that this server does not know.
     """
-    return [_parse_part(part, f"{where}[{index}]", take_embeddings) for index, part in enumerate(value)]
+    return [_parse_part(part, f"{where}[{index}]", take_embeddings, take_images) for index, part in enumerate(value)]
 
 
-def _parse_part(part: Any, where: str, take_embeddings: bool) -> Part:
+def _parse_part(part: Any, where: str, take_embeddings: bool, take_images: bool) -> Part:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object: a list of parts has only parts.", param=where)
     kind = part.get("type")
@@ -71,9 +84,13 @@ def _parse_part(part: Any, where: str, take_embeddings: bool) -> Part:
         if not isinstance(ids, list) or not ids:
             raise InvalidRequest(f"{where}.token_ids must be a list of token ids.", param=f"{where}.token_ids")
         return IdsPart(ids, f"{where}.token_ids")
+    if kind == "image_url":
+        return parse_image_part(part, where, take_images=take_images)
     if kind in _NOT_YET:
         raise UnsupportedParameter(f"{where}.type: {kind} parts are not supported.", param=f"{where}.type")
-    raise InvalidRequest(f"{where}.type must be one of text, token_ids, prompt_embeds.", param=f"{where}.type")
+    raise InvalidRequest(
+        f"{where}.type must be one of text, token_ids, prompt_embeds, image_url.", param=f"{where}.type"
+    )
 
 
 def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings: bool) -> EmbeddingPart:
@@ -86,3 +103,24 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
     if not isinstance(part.get("data"), str):
         raise InvalidRequest(f"{where}.data must be a tensor file in base64.", param=f"{where}.data")
     return EmbeddingPart(part["data"], f"{where}.data")
+
+
+def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) -> ImagePart:
+    """A part whose type is image_url: `{"image_url": {"url", "detail"}}`, or the URL itself. `detail` is a wish that is
+    checked and has no effect: an image gets the size that the model's image processor gives it.
+
+    Raises InvalidRequest, or UnsupportedParameter.
+    """
+    if not take_images:
+        raise UnsupportedParameter(f"{where}.type: this model takes no images.", param=f"{where}.type")
+    image, where = part.get("image_url"), f"{where}.image_url"
+    if isinstance(image, dict):
+        if image.get("detail") not in _DETAILS:
+            raise InvalidRequest(f"{where}.detail must be auto, low or high.", param=f"{where}.detail")
+        image, where = image.get("url"), f"{where}.url"
+    if not isinstance(image, str) or not image:
+        raise InvalidRequest(f"{where} must be a data: URL, or one that this server may fetch.", param=where)
+    return ImagePart(image, where)
+
+
+_DETAILS = (None, "auto", "low", "high", "original")

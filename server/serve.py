@@ -6,8 +6,8 @@ loads, probes are answered and everything else gets 503.
 The process of the command is itself the first API process, and accepts the connections for all of them; a server with
 one worker is this process and the runner.
 
-Exit status: 0 after a drain, 1 when something broke (the port is taken, the runner died), 3 when the model could not be
-loaded with this configuration.
+Exit status: 0 after a drain, 1 when something broke (the port is taken, the runner died), 3 when the model or the
+certificate could not be loaded with this configuration.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 
+from server.auth import hashed
 from server.config import ServerConfig
 from server.errors import ENGINE_STOPPED, EngineFailed
 from server.listener import Dealer, Taker, bind
@@ -32,6 +34,7 @@ from server.metrics import Metrics
 from server.private_dir import PrivateDir
 from server.shared_cells import SharedCells
 from server.supervisor import RunnerProcess, WorkerPool
+from server.tls import Certificate, UnusableCertificate
 from server.worker import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
@@ -51,17 +54,22 @@ _RUNNER_EXIT_SECONDS = 5.0
 
 def serve(config: ServerConfig) -> int:
     """Run the server until a signal or a failure ends it; returns the exit status."""
+    config = replace(config, api_keys=hashed(config.api_keys))
     try:
-        listener = bind(config.host, config.port)
+        certificate = None if config.certificate_files is None else Certificate(config.certificate_files)
+        listener = bind(config.host, config.port, config.silent_seconds)
+    except UnusableCertificate as error:
+        print(f"intarsia: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         print(f"intarsia: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return EXIT_FAILED
-    configure_process(config.log_level)
+    configure_process(config.log_level, config.log_format)
     folder = PrivateDir()
     try:
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-            server = _Server(config, listener, folder)
+            server = _Server(config, listener, folder, certificate)
             status = loop.run(server.run())
             if server.is_importing:
                 leave(status)  # The thread would be waited for; a signal that comes while loading is to be obeyed now.
@@ -73,13 +81,15 @@ def serve(config: ServerConfig) -> int:
 class _Server:
     """The parts of a running server, and the order in which they start and stop."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, folder: PrivateDir) -> None:
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, folder: PrivateDir, certificate: Certificate | None
+    ) -> None:
         self._config = config
         self._listener = listener
         self._folder = folder
         cells = SharedCells(config.api_workers, Metrics.CELLS)
         spec = WorkerSpec(config, str(folder.path), process=os.getpid(), created=int(time.time()), metrics_fd=cells.fd)
-        self._worker = Worker(spec, cells)
+        self._worker = Worker(spec, cells, certificate)
         self._pool = WorkerPool(spec, self._worker.engine)
         self._runner: RunnerProcess | None = None
         self._stop = asyncio.Event()
@@ -193,7 +203,8 @@ class _Server:
     def _greeting(self) -> str:
         host, port = self._listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-        base = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        scheme = "https" if self._config.ssl_certfile else "http"
+        base = f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
         name = self._config.model_names[0]
         body = json.dumps({"model": name, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
         curl = f"curl {base}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"

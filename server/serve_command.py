@@ -4,18 +4,26 @@ default in `--help`."""
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from typing import Any
 
 from server.config import DEFAULT_MODEL_NAME, ServerConfig
+from server.flag_types import api_key as _api_key
 from server.flag_types import fraction as _fraction
+from server.flag_types import http_url as _http_url
 from server.flag_types import integer as _integer
 from server.flag_types import key_file as _key_file
 from server.flag_types import nonempty as _nonempty
+from server.flag_types import origin as _origin
+from server.flag_types import readable as _readable
 from server.flag_types import seconds as _seconds
 from server.flag_types import size as _size
+from server.flag_types import timeout as _timeout
 from server.flag_types import with_default as _with_default
+from server.tracing import is_installed
 
+EXIT_CONFIGURATION = 3
 _DEFAULTS = ServerConfig()
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
@@ -30,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a local Hugging Face folder or a hub id (default: {DEFAULT_MODEL_NAME}, which comes with the package)",
     )
     _add_http(parser.add_argument_group("HTTP"))
+    _add_limits(parser.add_argument_group("limits and queue"))
     _add_presentation(parser.add_argument_group("what clients see of the model"))
     _add_model(parser.add_argument_group("loading the model"))
     _add_engine(parser.add_argument_group("memory and scheduling"))
@@ -43,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped. Imports late: `intarsia --help` should not wait for FastAPI."""
     config = build_config(arguments)
+    if config.otlp_traces_endpoint is not None and not is_installed():
+        print("intarsia: --otlp-traces-endpoint needs OpenTelemetry: pip install 'intarsia[otel]'", file=sys.stderr)
+        return EXIT_CONFIGURATION
     from server.serve import serve
 
     return serve(config)
@@ -55,6 +67,9 @@ def build_config(arguments: argparse.Namespace) -> ServerConfig:
     for name, value in vars(arguments).items():
         if name in names and value is not None:
             chosen[name] = tuple(value) if isinstance(value, list) else value
+    if "ssl_certfile" not in chosen and (alone := sorted(name for name in chosen if name.startswith("ssl_"))):
+        print(f"intarsia: --{alone[0].replace('_', '-')} needs --ssl-certfile", file=sys.stderr)
+        raise SystemExit(2)
     return ServerConfig(**chosen)
 
 
@@ -66,9 +81,10 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         dest="api_keys",
         action="append",
-        type=_nonempty,
+        type=_api_key,
         metavar="KEY",
-        help="let in only who sends this key, to every route but the probes; may be repeated (default: everybody)",
+        help="let in only who sends this key, to every route but the probes; may be repeated (default: everybody)."
+        " Behind a key, settings: 'KEY name=NAME concurrency=N requests=N tokens=N'",
     )
     add(
         "--api-key-file",
@@ -77,7 +93,31 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         type=_key_file,
         metavar="FILE",
         help="the same for every line of this file: other users of the machine can read a command line, but not a file"
-        " that is yours (default: none)",
+        " that is yours; a line may also be sha256: and a key's digest in hex (default: none)",
+    )
+    add(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        type=_origin,
+        metavar="ORIGIN",
+        help="let web pages from this origin (https://example.org) read answers; may be repeated (default: none)",
+    )
+    add(
+        "--ssl-certfile", type=_readable, metavar="FILE", help="serve HTTPS with this certificate chain (default: HTTP)"
+    )
+    add("--ssl-keyfile", type=_readable, metavar="FILE", help="its private key (default: in the certificate's file)")
+    add(
+        "--ssl-keyfile-password-file",
+        type=_readable,
+        metavar="FILE",
+        help="holds the private key's password (default: it has none)",
+    )
+    add(
+        "--ssl-ca-certs",
+        type=_readable,
+        metavar="FILE",
+        help="let in only clients that show a certificate of these authorities, probes too (default: everybody)",
     )
     add(
         "--max-body-bytes",
@@ -104,6 +144,81 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         choices=_LOG_LEVELS,
         default=_DEFAULTS.log_level,
         help=_with_default("how much is logged; prompts never are", "info"),
+    )
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default=_DEFAULTS.log_format,
+        help=_with_default("json: one object a line", "text"),
+    )
+    add(
+        "--otlp-traces-endpoint",
+        type=_http_url,
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector over OTLP/HTTP, for instance"
+        " http://127.0.0.1:4318/v1/traces (default: none)",
+    )
+    add(
+        "--vllm-metrics",
+        action="store_true",
+        help=_with_default("let /metrics have vLLM's names, too, for dashboards and scalers made for it", "off"),
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--max-queue",
+        type=_integer(0, 1 << 31),
+        default=_DEFAULTS.max_queue,
+        metavar="N",
+        help=_with_default("requests that may wait; one more is answered 429", _DEFAULTS.max_queue),
+    )
+    add(
+        "--max-queued-tokens",
+        type=_size(1),
+        metavar="ROWS",
+        help="rows of the prompts that may wait, together; one prompt more is answered 429 (default: no bound)",
+    )
+    add(
+        "--max-row-bytes",
+        type=_size(0),
+        default=_DEFAULTS.max_row_bytes,
+        metavar="BYTES",
+        help=_with_default(
+            "host memory for the prompt embeddings of unfinished requests; more are answered 429", "4Gi"
+        ),
+    )
+    add(
+        "--max-concurrency-per-key",
+        type=_size(1),
+        metavar="N",
+        help="prompts of one API key that may wait or run at once, of everybody if there are no keys (default: no"
+        " bound)",
+    )
+    add(
+        "--requests-per-minute",
+        type=_size(1),
+        metavar="N",
+        help="prompts of one API key a minute (default: no bound)",
+    )
+    add(
+        "--tokens-per-minute",
+        type=_size(1),
+        metavar="N",
+        help="rows of prompts and tokens of answers of one API key a minute (default: no bound)",
+    )
+    add(
+        "--queue-timeout",
+        type=_timeout,
+        metavar="SECONDS",
+        help="how long a prompt may wait for its turn before it is answered 503 (default: no bound)",
+    )
+    add(
+        "--request-timeout",
+        type=_timeout,
+        metavar="SECONDS",
+        help="how long a request may take from its arrival to the end of its answer (default: no bound)",
     )
 
 
@@ -159,6 +274,15 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS.enable_prompt_embeds,
         help=_with_default("accept prompts made of embeddings", "on"),
+    )
+    add(
+        "--allowed-media-domains",
+        nargs="+",
+        action="extend",
+        type=_nonempty,
+        metavar="HOST",
+        help="hosts from which images are fetched that a request names by an http(s) URL (default: none; data: URLs"
+        " are always taken)",
     )
     add(
         "--strict-params",
@@ -221,13 +345,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=_size(1),
         metavar="ROWS",
         help="of these, prompt rows while others decode (default: what a GPU computes in 30 ms; no bound on a CPU)",
-    )
-    add(
-        "--max-queue",
-        type=_integer(0, 1 << 31),
-        default=_DEFAULTS.max_queue,
-        metavar="N",
-        help=_with_default("requests that may wait; one more is answered 429", _DEFAULTS.max_queue),
     )
     add(
         "--scheduling-policy",

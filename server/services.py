@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from starlette.requests import Request
 from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
+from server.embedding_markers import EmbeddingMarkers
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
+from server.image_template import ImageTemplate, processor_template
 from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
@@ -23,6 +25,7 @@ from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
 from server.tools.styles import ToolStyle, load_tool_style
+from server.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class Services:
     dimensions: Dimensions = field(default_factory=Dimensions)
     """To which lengths embeddings may be cut."""
     rows_out: RowBudget = field(default_factory=RowBudget)
+    vision: Vision | None = None
+    """None: the model takes no images."""
+    image_template: ImageTemplate | None = None
+    """Set if `vision` is."""
     running: RunningAnswers = field(default_factory=RunningAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
     knows_all_answers: bool = True
@@ -76,13 +83,21 @@ class Services:
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
         pooling: str = "auto",
+        on_compiled: Callable[[float], None] = lambda seconds: None,
+        allowed_media_domains: Sequence[str] = (),
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
+        `on_compiled`: see `Grammars`.
 
         Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use.
         """
         folder = Path(model.path)
         tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
+        vision = None
+        if model.vision is not None:
+            vision = Vision.load(folder, model.vision, tokenizer, allowed_media_domains)
+            if tokenizer.transformers.chat_template is None:
+                tokenizer.transformers.chat_template = processor_template(folder)
         template = ChatTemplate.load(tokenizer, chat_template)
         return cls(
             engine=engine,
@@ -92,7 +107,7 @@ class Services:
             defaults=GenerationDefaults.load(
                 folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
             ),
-            grammars=Grammars(tokenizer, model.vocab_size),
+            grammars=Grammars(tokenizer, model.vocab_size, on_compiled),
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),
@@ -103,7 +118,15 @@ class Services:
             knows_all_answers=knows_all_answers,
             default_pooling=load_pooling(folder, pooling),
             dimensions=Dimensions.load(folder),
+            vision=vision,
+            image_template=None if vision is None else ImageTemplate(template, vision),
         )
+
+    def markers(self) -> EmbeddingMarkers:
+        """For the embeddings and images of one conversation."""
+        sees = self.vision is not None and self.image_template is not None and self.image_template.knows_images
+        marker = self.vision.marker if self.vision is not None and sees else ""
+        return EmbeddingMarkers(take_embeddings=self.enable_prompt_embeds, image_marker=marker)
 
     @property
     def system_fingerprint(self) -> str:

@@ -33,10 +33,15 @@ from server.engine_client import EngineClient
 from server.errors import ENGINE_STOPPED, EngineFailed
 from server.http_protocol import LimitedHttpProtocol
 from server.lifecycle import Lifecycle
+from server.log_format import formatter
 from server.metrics import Metrics
 from server.no_torch import keep_torch_out
+from server.probes import package_version
 from server.services import Services
 from server.shared_cells import SharedCells
+from server.timeouts import Timeouts
+from server.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, Certificate
+from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia")
 
@@ -49,6 +54,8 @@ FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
+_HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
+"""Of every answer: what is JSON is not to be taken for a page, and a page of ours is not to be put into another."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -87,20 +94,30 @@ class _Http(uvicorn.Server):
 class Worker:
     """`start`, `load`, connections through `take`; then `give_up` if need be, `stop` and `close`."""
 
-    def __init__(self, spec: WorkerSpec, cells: SharedCells) -> None:
+    def __init__(self, spec: WorkerSpec, cells: SharedCells, certificate: Certificate | None = None) -> None:
         config = self._config = spec.config
+        self._certificate = certificate
         self._created = spec.created
         self.engine = EngineClient(
-            Metrics(config.model_names[0], cells, spec.row, spec.process),
+            Metrics(
+                config.model_names[0],
+                cells,
+                spec.row,
+                spec.process,
+                as_vllm=config.vllm_metrics,
+                prefix_caching=config.enable_prefix_caching,
+            ),
             Path(spec.folder),
             spec.number,
             live_seconds=config.live_seconds,
             max_unaccepted_bytes=config.max_row_bytes // config.api_workers,
+            timeouts=Timeouts(queue=config.queue_timeout, request=config.request_timeout),
         )
         self.lifecycle = Lifecycle(self.engine, ready_seconds=config.ready_seconds, live_seconds=config.live_seconds)
         self.is_importing = False
         """Whether the thread that imports the tokenizer's library is at it."""
-        self._app = create_app(config, self.engine, self.lifecycle)
+        self._tracing = _tracing(config)
+        self._app = create_app(config, self.engine, self.lifecycle, self._tracing)
         self._http = _Http(
             uvicorn.Config(
                 self._app,
@@ -110,6 +127,7 @@ class Worker:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                headers=_HEADERS,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(FLUSH_SECONDS),
@@ -159,15 +177,27 @@ class Worker:
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.flush)
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(
-                lambda: LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop), connection
-            )
-        except OSError:  # The client has left again.
+            await loop.connect_accepted_socket(self._protocol, connection, **self._tls())
+        except OSError:  # The client has left again, or does not speak TLS.
             connection.close()
+
+    def _protocol(self) -> LimitedHttpProtocol:
+        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, asyncio.get_running_loop())
+        protocol.read_seconds = 2 * self._config.silent_seconds
+        return protocol
+
+    def _tls(self) -> dict[str, Any]:
+        """Arguments of `connect_accepted_socket`."""
+        if self._certificate is None:
+            return {}
+        seconds = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
+        return {"ssl": self._certificate.context(), **seconds}
 
     def _import_transformers(self) -> None:
         """Called in a thread. Takes most of a second, in which the runner loads the model."""
@@ -196,6 +226,8 @@ class Worker:
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
             pooling=config.pooling,
+            on_compiled=self.engine.metrics.grammar_compile_time.observe,
+            allowed_media_domains=config.allowed_media_domains,
         )
         return replace(services, created=self._created)
 
@@ -207,7 +239,8 @@ class _Further:
     """A worker beside the first. It lives as long as its channel is open, and does what it is told there."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._worker = Worker(spec, spec.metrics_cells())
+        files = spec.config.certificate_files
+        self._worker = Worker(spec, spec.metrics_cells(), Certificate(files) if files else None)
         self._channel = Channel(socket.socket(fileno=spec.channel_fd))
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """What open requests are told, when it is time to go."""
@@ -254,6 +287,12 @@ class _Further:
             self._end.set_result(message)
 
 
+def _tracing(config: ServerConfig) -> Tracing | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    return Tracing.to(config.otlp_traces_endpoint, version=package_version(), host=config.host, port=config.port)
+
+
 def leave(status: int) -> NoReturn:
     """End the process without waiting for its threads."""
     logging.shutdown()
@@ -261,9 +300,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def configure_process(log_level: str) -> None:
+def configure_process(log_level: str, log_format: str = "text") -> None:
     """`log_level` is for what we log; libraries are only heard when something is wrong, or everything is wanted."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(log_format))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(logging.DEBUG if log_level == "debug" else logging.WARNING)
     for ours in ("intarsia", "server"):
         logging.getLogger(ours).setLevel(log_level.upper())
@@ -283,7 +324,7 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
-    configure_process(spec.config.log_level)
+    configure_process(spec.config.log_level, spec.config.log_format)
 
     async def run() -> int:
         return await _Further(spec).run()

@@ -26,6 +26,7 @@ import transformers
 from hypothesis import HealthCheck, settings
 
 from tests.models import Family, build_tiny_model
+from tests.vision_models import VisionFamily, build_vision_model
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -95,6 +96,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], P
     def get(family: Family) -> Path:
         path = folder / family
         return path if path.exists() else build_tiny_model(family, path)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[VisionFamily], Path]:
+    """The same for models that see (`vision_models.py`)."""
+    folder = tmp_path_factory.mktemp("tiny-vision")
+
+    def get(family: VisionFamily) -> Path:
+        path = folder / family
+        return path if path.exists() else build_vision_model(family, path)
 
     return get
 

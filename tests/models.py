@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,17 +112,18 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise * 0.5 / math.sqrt(parameter.shape[1]))
         else:
             gain = {"q_proj": PEAK, "k_proj": PEAK, "o_proj": 2.0}.get(name.split(".")[-2], 1.0)
-            parameter.copy_(noise * gain / math.sqrt(parameter.shape[1]))
+            parameter.copy_(noise * gain / math.sqrt(parameter.shape[-1]))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` entries: every id that the model can say has a text."""
+def build_tokenizer(more_special: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` entries: every id that the model can say has a text.
+    `more_special`: special tokens by the tokenizer's attribute."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *(more_special or {}).values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -134,6 +135,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         additional_special_tokens=[TURN],
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(more_special)} if more_special else {}),
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
-        """Causal attention of each row over its own sequence's cached rows, its own included.
+        """Attention of each row over its own sequence's cached rows up to its own, or to `batch.attend_until`.
 
         Args:
             query: [T, num_heads, head_dim].
@@ -68,6 +68,8 @@ class AttentionBatch:
     host_starts: list[int]
     """`entry_starts` and `seq_lens` of the step's own entries, on the host (the schedule knows them)."""
     host_seq_lens: list[int]
+    attend_until: Tensor | None = None
+    """[T] int32 (`slots.StepInputs`), for models some of whose rows attend both ways."""
     plan: Any = None
     """The backend's own: what it worked out in the first layer for all of them."""
 

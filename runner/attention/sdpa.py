@@ -23,13 +23,15 @@ class _Group:
     """[sequences, blocks] int64: of each sequence, as many as the longest has."""
     length: int
     """Cached rows of the longest."""
+    until: Tensor
+    """[rows, 1]: the first position that a row doesn't see."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     """[rows, length] bool, by window: causal, within the window."""
 
     def mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
             seen = torch.arange(self.length, device=self.position.device)
-            mask = seen <= self.position
+            mask = seen < self.until
             self.masks[window] = mask if window is None else mask & (seen > self.position - window)
         return self.masks[window]
 
@@ -72,7 +74,9 @@ def _groups(batch: AttentionBatch) -> list[_Group]:
         rows = slice(batch.host_starts[entries.start], batch.host_starts[entries.stop])
         length = max(batch.host_seq_lens[entries])
         blocks = batch.block_table[batch.entry_slots[entries].long(), : -(-length // block_size)].long()
-        return _Group(rows, batch.positions[rows, None], blocks, length)
+        positions = batch.positions[rows, None]
+        until = positions + 1 if batch.attend_until is None else batch.attend_until[rows, None]
+        return _Group(rows, positions, blocks, length, until)
 
     chunks = [group(slice(entry, entry + 1)) for entry in range(decodes, batch.num_entries)]
     return [group(slice(0, decodes)), *chunks] if decodes else chunks

@@ -86,7 +86,7 @@ def _prefill_tiles(query: Tensor, group: int, num_entries: int) -> Tiles:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_tiles(  # type: ignore[no-untyped-def]
-    total, row_max, row_sum, query, position,
+    total, row_max, row_sum, query, position, last,
     keys, values, block_stride, row_stride, table,
     tile_from, tile_to, visible_from, visible_to, scale, window, softcap,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -95,8 +95,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     """Online softmax over the KV rows [tile_from, tile_to) of one sequence and one KV head.
 
     total [M, D], row_max [M], row_sum [M]: the running state, fp32, maxima in base-2 units. MASKED: each score is
-    checked against its row's position; rows of the cache outside [visible_from, visible_to) are then not read at all,
-    since what lies there may be anything (a NaN would survive a weight of zero).
+    checked against its row's position and the last one that the row sees (`last`); rows of the cache outside
+    [visible_from, visible_to) are then not read at all, since what lies there may be anything (a NaN would survive a
+    weight of zero).
     """
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
@@ -130,7 +131,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         else:
             scores = scores * (scale * _LOG2_E)
         if MASKED:
-            visible = inside[None, :] & (seen[None, :] <= position[:, None])
+            visible = inside[None, :] & (seen[None, :] <= last[:, None])
             if HAS_WINDOW:
                 visible = visible & (seen[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -206,7 +207,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if HAS_WINDOW:
         visible_from = seq_len - window
     total, row_max, row_sum = _attend_tiles(
-        total, row_max, row_sum, q, position,
+        total, row_max, row_sum, q, position, position,
         key_cache + head * head_stride, value_cache + head * head_stride, block_stride, row_stride,
         block_table + slot * block_table_stride,
         tile_from, tile_to, visible_from, tile_to, scale, window, softcap,
@@ -317,11 +318,11 @@ def _precision(query: Tensor) -> str:
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, query_row_stride, query_head_stride, query_dim_stride,
     key_cache, value_cache, block_stride, row_stride, head_stride,
-    block_table, block_table_stride, entry_slots, entry_starts, positions,
+    block_table, block_table_stride, entry_slots, entry_starts, positions, attend_until,
     out, scale, window, softcap, num_rows, num_entries, num_decodes,
-    GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, TWO_WAY: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): a tile of BLOCK_M // GROUP rows of one entry, with all query heads of KV head h.
 
@@ -367,6 +368,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     first_position = tl.load(positions + first_row).to(tl.int32)
     last_position = first_position + tl.minimum(BLOCK_Q, end - first_row) - 1
     position = first_position + m // GROUP
+    last = position
+    visible_to = last_position + 1
+    if TWO_WAY:
+        last = tl.load(attend_until + row, mask=row < end, other=0) - 1
+        visible_to = tl.max(last, 0) + 1
     slot = tl.load(entry_slots + low).to(tl.int64)
     table = block_table + slot * block_table_stride
     keys, values = key_cache + head * head_stride, value_cache + head * head_stride
@@ -381,20 +387,20 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         tile_from = visible_from // BLOCK_N * BLOCK_N
         full_from = tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N
         total, row_max, row_sum = _attend_tiles(
-            total, row_max, row_sum, q, position, keys, values, block_stride, row_stride, table,
-            tile_from, tl.minimum(full_from, last_position + 1), visible_from, last_position + 1,
+            total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+            tile_from, tl.minimum(full_from, visible_to), visible_from, visible_to,
             scale, window, softcap,
             True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         full_to = tl.maximum(full_from, full_to)
     total, row_max, row_sum = _attend_tiles(
-        total, row_max, row_sum, q, position, keys, values, block_stride, row_stride, table,
-        full_from, full_to, visible_from, last_position + 1, scale, window, softcap,
+        total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+        full_from, full_to, visible_from, visible_to, scale, window, softcap,
         False, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     total, row_max, row_sum = _attend_tiles(
-        total, row_max, row_sum, q, position, keys, values, block_stride, row_stride, table,
-        full_to, last_position + 1, visible_from, last_position + 1, scale, window, softcap,
+        total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+        full_to, visible_to, visible_from, visible_to, scale, window, softcap,
         True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     # Rows of the tile that aren't the entry's may have seen nothing; they are not stored.
@@ -413,9 +419,11 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Atten
     _prefill_kernel[(max_tiles, kv_heads)](
         query, *query.stride(), key_cache, value_cache, *key_cache.stride()[:3],
         batch.block_table, batch.block_table.stride(0), batch.entry_slots, batch.entry_starts, batch.positions,
+        batch.positions if batch.attend_until is None else batch.attend_until,
         out, float(scale), window or 0, softcap or 0.0, num_rows, batch.num_entries, batch.num_decodes,
-        GROUP=group, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim,
-        PAGE=key_cache.shape[1], BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
+        GROUP=group, TWO_WAY=batch.attend_until is not None, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, HEAD_DIM=head_dim, PAGE=key_cache.shape[1],
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_D=_power_of_2(head_dim),
         PRECISION=_precision(query), BLOCK_E=_power_of_2(len(batch.entry_starts)),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent_launch(query),
     )  # fmt: skip

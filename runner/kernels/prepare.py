@@ -57,13 +57,16 @@ def prepare_inputs_reference(record: Tensor, num_entries: int, num_rows: int, bl
     for buffer in (out.token_ids, out.positions, out.cache_index, out.seq_lens, out.last_rows, out.samples):
         buffer.zero_()
     out.is_token_ids.fill_(True)
-    out.is_token_ids[:num_rows] = ids != EMBEDDING_ID
+    out.is_token_ids[:num_rows] = ids >= 0
     out.token_ids[:num_rows] = ids.clamp(min=0)
     out.positions[:num_rows] = positions
     out.cache_index[:num_rows] = block * block_size + positions % block_size
     out.seq_lens[:num_entries] = seq_lens.int()
     out.last_rows[:num_entries] = starts[1:] - 1
     out.samples[:num_entries] = seq_lens == slots.length[slot]
+    if out.attend_until is not None:
+        out.attend_until.fill_(1)
+        out.attend_until[:num_rows] = torch.where(ids < EMBEDDING_ID, -1 - ids, positions.int() + 1)
 
 
 def advance_slots(record: Tensor, num_entries: int, inputs: StepInputs, sampled: Tensor, slots: SlotState) -> None:

@@ -19,9 +19,9 @@ _BLOCK = 128
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     record, record_stride,
     slot_token_ids, slot_token_ids_stride, slot_block_table, slot_block_table_stride, slot_length, slot_computed,
-    token_ids, is_token_ids, positions, cache_index, seq_lens, last_rows, samples,
+    token_ids, is_token_ids, positions, cache_index, seq_lens, last_rows, samples, attend_until,
     num_slots, max_rows, block_size,
-    EMBEDDING: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    EMBEDDING: tl.constexpr, TWO_WAY: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program p derives rows and entries p * BLOCK and up. Only entries write the block table, and no row reads what
     an entry of the same launch writes: a row in its entry's last block takes the new block from the record."""
@@ -54,7 +54,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     # Padding: token 0 at position 0, written to row 0 of the dummy block.
     here = lanes < max_rows
     tl.store(token_ids + lanes, tl.maximum(token, 0), mask=here)
-    tl.store(is_token_ids + lanes, token != EMBEDDING, mask=here)
+    tl.store(is_token_ids + lanes, token >= 0, mask=here)
+    if TWO_WAY:
+        until = tl.where(token < EMBEDDING, -1 - token, tl.where(in_step, position, 0) + 1)
+        tl.store(attend_until + lanes, until, mask=here)
     tl.store(positions + lanes, tl.where(in_step, position, 0).to(tl.int64), mask=here)
     tl.store(cache_index + lanes, tl.where(in_step, block * block_size + position % block_size, 0), mask=here)
 
@@ -79,13 +82,14 @@ def prepare_inputs_triton(record: Tensor, num_entries: int, num_rows: int, block
     num_slots = record.shape[1] - 1
     max_rows = out.token_ids.shape[0]
     grid = (triton.cdiv(max(max_rows, num_slots), _BLOCK),)
+    two_way = out.attend_until is not None
     _prepare_kernel[grid](
         record, record.stride(0),
         slots.token_ids, slots.token_ids.stride(0), slots.block_table, slots.block_table.stride(0),
         slots.length, slots.computed,
         out.token_ids, out.is_token_ids, out.positions, out.cache_index, out.seq_lens, out.last_rows, out.samples,
-        num_slots, max_rows, block_size,
-        EMBEDDING=EMBEDDING_ID, SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
+        out.attend_until if two_way else out.seq_lens, num_slots, max_rows, block_size,
+        EMBEDDING=EMBEDDING_ID, TWO_WAY=two_way, SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
     )  # fmt: skip
 
 

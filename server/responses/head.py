@@ -45,6 +45,7 @@ class ResponseHead:
         return body
 
     def failed(self, error: APIError, output: Sequence[Json]) -> Json:
+        error.note()
         # OpenAI's list of codes is closed: ours are not in it.
         code = "server_error" if error.status >= 499 else "invalid_prompt"
         body = self._body("failed", output, None)

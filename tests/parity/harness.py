@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -39,8 +40,18 @@ from runner.messages import (
 )
 from runner.sequence import Request
 
-Piece = list[int] | Tensor
-"""Token ids, or rows [n, hidden]."""
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image, as its processor leaves it: float32 pixels and the number of rows that it becomes."""
+
+    pixels: NDArray[np.float32]
+    num_rows: int
+    grid: tuple[int, ...] = ()
+
+
+Piece = list[int] | Tensor | Picture
+"""Token ids, rows [n, hidden], or an image."""
 Prompt = Piece | tuple[Piece, ...]
 """One piece, or several in order."""
 
@@ -93,8 +104,9 @@ class Harness:
         self._count = 0
 
     def message(
-        self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "", **sampling: Any
-    ) -> tuple[Generate, list[memoryview]]:
+        self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "",
+        positions: NDArray[np.int32] | None = None, **sampling: Any,
+    ) -> tuple[Generate, list[memoryview]]:  # fmt: skip
         """A request (greedy unless told otherwise) as a worker would send it, under the next number."""
         ids: list[int] = []
         spans: list[Span] = []
@@ -107,16 +119,33 @@ class Harness:
                 frames.append(memoryview(data.tobytes()))
                 digests += b"".join(blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in data)
                 ids += [EMBEDDING_ID] * len(data)
+            elif isinstance(piece, Picture):
+                spans.append(self._image_span(len(ids), piece))
+                frames.append(memoryview(piece.pixels.tobytes()))
+                shown = blake2b(piece.pixels.tobytes(), digest_size=DIGEST_BYTES).digest()
+                rows = range(piece.num_rows)
+                digests += b"".join(blake2b(shown + bytes([r]), digest_size=DIGEST_BYTES).digest() for r in rows)
+                ids += [EMBEDDING_ID] * piece.num_rows
             else:
                 ids += piece
         number, self._count = self._count, self._count + 1
         params = SamplingParams(max_tokens, **{"temperature": 0.0, **sampling})
         packed = memoryview(np.array(ids, np.int32).tobytes())
-        return Generate(0, number, n, params, tuple(spans), salt), [packed, memoryview(digests), *frames]
+        given = [] if positions is None else [memoryview(positions.astype(np.int32).tobytes())]
+        message = Generate(0, number, n, params, tuple(spans), salt, has_positions=bool(given))
+        return message, [packed, memoryview(digests), *given, *frames]
 
-    def add(self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "", **sampling: Any) -> int:
-        """Queues a request; returns its number."""
-        message, frames = self.message(prompt, max_tokens, n=n, salt=salt, **sampling)
+    def _image_span(self, start: int, picture: Picture) -> Span:
+        vision = self.engine.info.vision
+        two_way = vision is not None and vision.two_way
+        return Span(start, picture.num_rows, two_way=two_way, pixels=picture.pixels.shape, grid=picture.grid)
+
+    def add(
+        self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "",
+        positions: NDArray[np.int32] | None = None, **sampling: Any,
+    ) -> int:  # fmt: skip
+        """Queues a request; returns its number. `positions`: [3, prompt_len], its rows' position ids."""
+        message, frames = self.message(prompt, max_tokens, n=n, salt=salt, positions=positions, **sampling)
         model = self.engine.model
         request = Request.from_message(
             message,
@@ -126,6 +155,7 @@ class Harness:
             max_model_len=self.engine.limits.max_model_len,
             block_size=self.config.block_size,
             private_cache=not self.config.enable_prefix_caching,
+            vision=self.engine.info.vision,
         )
         if message.sampling.grammar:
             request.matchers = self.grammars.compile(message.sampling.grammar, n)
@@ -234,5 +264,6 @@ def _seeded() -> Iterator[None]:
 
 def _bytes_per_block(path: Path, block_size: int, dtype: torch.dtype) -> int:
     config = AutoConfig.from_pretrained(path).get_text_config()
-    shapes = [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shapes = [(config.num_key_value_heads, head_dim)] * config.num_hidden_layers
     return bytes_per_block(shapes, block_size, dtype)

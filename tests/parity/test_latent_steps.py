@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from runner.grammar import MaskRow, Outcome
 from runner.sequence import InvalidRequest
 from tests.models import EOS_ID, Family, embed, hf_generate, hf_hidden, hf_logits, random_prompt
 from tests.parity.harness import Answer, Harness
@@ -160,7 +162,12 @@ def test_a_grammar_begins_with_the_answer(shelf: EngineShelf, overlap: bool, mon
     grammar = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z ]*/"}]})
     asked: list[int] = []
     fill = harness.engine._grammars.fill
-    monkeypatch.setattr(harness.engine._grammars, "fill", lambda rows, masks: asked.append(1) or fill(rows, masks))
+
+    def counted(rows: list[MaskRow], masks: NDArray[np.int32]) -> list[Outcome | None]:
+        asked.append(len(rows))
+        return fill(rows, masks)
+
+    monkeypatch.setattr(harness.engine._grammars, "fill", counted)
     for least in (0, 3):
         options: dict[str, Any] = {"grammar": grammar, "stop_token_ids": (EOS_ID,), "min_tokens": least}
         # Nothing but the ending token is wanted, wherever it is allowed.

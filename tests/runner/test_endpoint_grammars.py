@@ -68,7 +68,7 @@ class Bench:
         return commands
 
     def unfinished(self) -> int:
-        return self.endpoint._accepted_sequences - self.harness.engine.ended_sequences
+        return self.endpoint._admission._sequences - self.harness.engine.ended_sequences
 
     def close(self) -> None:
         self.go.set()

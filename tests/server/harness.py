@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -58,16 +58,18 @@ class ServerProcess:
             "tests.server.scripted_runner",
             replace(script, log=str(self.log_path)).to_json(),
         )
+        self.launcher = ["tests.server.launch"]
+        self.environment: dict[str, str] = {}
         self._config = {"port": self.port, "runner_command": runner, "served_model_name": ["scripted"], **options}
 
     def __enter__(self) -> Self:
         with open(self.stderr_path, "wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.server.launch", json.dumps(self._config)],
+                [sys.executable, "-m", *self.launcher, json.dumps(self._config)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, "TMPDIR": str(self.sockets)},
+                env={**os.environ, "TMPDIR": str(self.sockets), **self.environment},
             )
         return self
 
@@ -152,9 +154,11 @@ class ServerProcess:
 class Stream:
     """A streamed answer, read event by event; `close` hangs up."""
 
-    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        self._connection.request(
+            "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
+        )
         self.response = self._connection.getresponse()
         self.events = self._read()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.auth import OPEN_PATHS, Auth
+from server.auth import OPEN_PATHS, Auth, hashed
 from tests.models import Family
 from tests.server.harness import ServerProcess
 from tests.server.scripted_runner import Script
@@ -93,6 +93,15 @@ def test_no_cross_origin_headers(guarded: ServerProcess) -> None:
         answer = client.get("/v1/models", headers=headers)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_keys_may_be_given_as_digests() -> None:
+    kept = hashed(KEYS)
+    assert hashed(kept) == kept
+    assert hashed([f"{KEYS[0]}  name=a requests=5"]) == (f"{kept[0]} name=a requests=5",)
+    auth = Auth(lambda *_: pytest.fail("not asked"), kept)
+    assert [auth._find(f"Bearer {key}".encode().decode("latin-1")) for key in KEYS] == [0, 1]
+    assert auth._find(f"Bearer {kept[0]}") is None  # The digest is not a key.
 
 
 def test_a_key_that_is_not_utf8() -> None:

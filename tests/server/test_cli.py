@@ -65,6 +65,11 @@ def test_the_defaults_are_the_runners_own() -> None:
         ("--async-scheduling --debug-checks", {"async_scheduling": True, "debug_checks": True}),
         ("--log-level debug", {"log_level": "debug"}),
         ("--tensor-parallel-size 1 --kv-cache-dtype auto", {}),
+        (
+            "--cors-origin https://a.example --cors-origin http://localhost:3000",
+            {"cors_origins": ("https://a.example", "http://localhost:3000")},
+        ),
+        (f"--ssl-certfile {__file__} --ssl-keyfile {__file__}", {"ssl_certfile": __file__, "ssl_keyfile": __file__}),
     ],
 )
 def test_flags(flags: str, expected: dict[str, object]) -> None:
@@ -110,6 +115,14 @@ def test_help_is_grouped_and_states_every_default(capsys: pytest.CaptureFixture[
         ("--max-model-len 0", "between 1"),
         ("--shutdown-timeout -1", "between 0"),
         ("--dtype int8", "invalid choice"),
+        *((f"--cors-origin {text}", "is not an origin") for text in ("*", "null", "a.example", "https://a.example/")),
+        *((f"--cors-origin {text}", "is not an origin") for text in ("https://A.example", "ftp://a", "https://a?b")),
+        ("--cors-origin https://a.example:443", "is not what a browser sends"),
+        ("--cors-origin https://me@a.example", "is not what a browser sends"),
+        ("--cors-origin https://a:99999", "no such port"),
+        ("--ssl-certfile /nowhere", "cannot read /nowhere"),
+        (f"--ssl-keyfile {__file__}", "--ssl-keyfile needs --ssl-certfile"),
+        (f"--ssl-ca-certs {__file__}", "--ssl-ca-certs needs --ssl-certfile"),
         ("--max-model 5", "unrecognized arguments"),  # No abbreviations: they change meaning when flags are added.
     ],
 )

@@ -152,7 +152,13 @@ def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) 
 def answer_to(data: bytes, *, more: bytes = b"") -> bytes:
     """All that a server sends before it closes a connection on which `data` arrives, then `more` again and again."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads the body, and answers with the number of headers that it sees then."""
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.request":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+            await send({"type": "http.response.body", "body": b"%d headers" % len(scope["headers"])})
 
     async def drip(writer: asyncio.StreamWriter) -> None:
         while more:
@@ -193,3 +199,32 @@ def test_a_head_that_never_ends_is_given_up(data: bytes, more: bytes, monkeypatc
     head, _, body = answer_to(data, more=more).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["error"]["code"] == "timeout"
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+
+
+def test_trailers_do_not_become_headers() -> None:
+    answer = answer_to(CHUNKED + b"0\r\nAuthorization: Bearer key\r\nX-Two: 2\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"2 headers" in answer
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        (CHUNKED + b"0\r\n", b"X-Trailer: v\r\n" * 2_000),
+        (CHUNKED + b"0\r\nX-Endless: ", b"v" * 30_000),
+        (CHUNKED + b"5;extension=", b"v" * 30_000),
+    ],
+    ids=["many trailers", "an endless trailer", "an endless extension"],
+)
+def test_what_frames_a_body_has_a_limit(data: bytes, more: bytes) -> None:
+    head, _, body = answer_to(data, more=more).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_chunks_of_one_byte_are_let_be() -> None:
+    answer = answer_to(CHUNKED + b"1\r\nx\r\n" * 100_000, more=b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_overlay,
+)
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from runner.attention.backend import AttentionBatch
@@ -37,6 +43,9 @@ class Case:
     padding: int = 0
     """Rows past the step's own."""
     garbage: str = "nan"
+    two_way: tuple[tuple[int, int, int], ...] | None = None
+    """(entry, first position, the one behind the last) of spans that attend both ways; () where none is in a step of a
+    model that may have some."""
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +103,11 @@ def make_batch(case: Case, seed: int = 0) -> tuple[Tensor, AttentionBatch, list[
         host_starts=starts,
         host_seq_lens=lengths,
     )
+    if case.two_way is not None:
+        batch.attend_until = (batch.positions + 1).int()
+        for entry, first, end in case.two_way:
+            row = starts[entry] + first - case.entries[entry][1]
+            batch.attend_until[row : row + end - first] = end
     # As the model gives it: a transposed view of [1, heads, T, head_dim].
     query = torch.randn(1, case.heads, total, case.head_dim).to(case.dtype)[0].transpose(0, 1)
     return query, batch, sequences
@@ -109,11 +123,18 @@ def run_triton(query: Tensor, batch: AttentionBatch, case: Case, device: torch.d
 
 def dense(query: Tensor, case: Case, sequences: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Each sequence by transformers' eager attention, under transformers' mask, in fp32."""
-    mask_function = causal_mask_function if case.window is None else sliding_window_causal_mask_function(case.window)
     module = SimpleNamespace(num_key_value_groups=case.heads // case.kv_heads, training=False)
     outs = []
     start = 0
-    for (rows, before), (key, value) in zip(case.entries, sequences, strict=True):
+    for entry, ((rows, before), (key, value)) in enumerate(zip(case.entries, sequences, strict=True)):
+        group = torch.full((1, rows + before), -1)
+        for number, (owner, first, end) in enumerate(case.two_way or ()):
+            if owner == entry:
+                group[0, first:end] = number
+        # As Gemma 3 puts them together.
+        mask_function = or_masks(causal_mask_function, blockwise_overlay(group))
+        if case.window is not None:
+            mask_function = and_masks(mask_function, sliding_window_overlay(case.window))
         seen = torch.arange(rows + before)
         visible = mask_function(torch.tensor(0), torch.tensor(0), seen[before:, None], seen[None])
         mask = torch.zeros(rows, rows + before).masked_fill(~visible, torch.finfo(torch.float32).min)
@@ -155,6 +176,11 @@ CASES = {
     "softcap and window": Case(MIXED, softcap=5.0, window=33),
     "large garbage": Case(MIXED, garbage="large", window=33),
     "infinite garbage": Case(MIXED, garbage="inf", softcap=30.0),
+    "two-way": Case(MIXED, two_way=((2, 3, 17), (3, 60, 69), (6, 5, 6), (6, 10, 45))),
+    "two-way, window": Case(MIXED, window=7, two_way=((2, 3, 17), (3, 61, 69), (6, 10, 40))),
+    "two-way of tiles": Case(((200, 9), (140, 0)), window=50, two_way=((0, 20, 190), (1, 0, 31), (1, 40, 140))),
+    "two-way, none": Case(MIXED, two_way=(), window=16),
+    "two-way, bf16": Case(((1, 5), (150, 0)), dtype=torch.bfloat16, head_dim=256, two_way=((1, 3, 130),), kv_heads=1),
     "bf16": Case(MIXED, dtype=torch.bfloat16),
     "bf16 window, softcap": Case(MIXED, dtype=torch.bfloat16, head_dim=80, window=21, softcap=10.0),
 }
@@ -186,7 +212,7 @@ def test_kernels(case: Case, triton_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tiles", [Tiles(16, 16, 4, 1), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)], ids=str)
-@pytest.mark.parametrize("name", ["mixed", "window of a tile", "groups of 7", "softcap and window"])
+@pytest.mark.parametrize("name", ["mixed", "window of a tile", "groups of 7", "softcap and window", "two-way of tiles"])
 def test_kernels_with_other_tiles(name: str, tiles: Tiles, triton_device: torch.device) -> None:
     case = CASES[name]
     query, batch, sequences = make_batch(case)
@@ -231,7 +257,7 @@ def test_a_padded_mixed_step(entries: tuple[tuple[int, int], ...], triton_device
 @pytest.mark.parametrize("max_num_seqs", [1, 5])
 def test_the_largest_step_as_a_graph_counts_it(max_num_seqs: int, triton_device: torch.device) -> None:
     """What is measured at load is what a mixed graph launches, and computes the same as the chunk alone."""
-    model: Any = SimpleNamespace(kv_shapes=[(2, 32)], dtype=torch.float32, device=triton_device)
+    model: Any = SimpleNamespace(kv_shapes=[(2, 32)], dtype=torch.float32, device=triton_device, two_way=False)
     torch.manual_seed(0)
     backend, query = TritonAttention(), torch.randn(21, 4, 32, device=triton_device)
     plain = trial_batch(model, backend, 21, 16)

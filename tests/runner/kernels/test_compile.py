@@ -107,7 +107,7 @@ def test_attention_compiles(head_dim: int, dtype: torch.dtype, wide: bool, compi
     for entries, count in ((((1, 99), (1, 5)), 2), (((1, 99), (rows, 5)), 3)):
         case = test_attention.Case(entries, head_dim=head_dim, dtype=dtype)
         if wide:
-            case.window, case.softcap = 30, 5.0
+            case.window, case.softcap, case.two_way = 30, 5.0, ((1, 5, 20),)
         query, batch, _ = test_attention.make_batch(case)
         test_attention.run_triton(query, batch, case, CPU)
         assert_fit(compiled, count)
@@ -122,7 +122,9 @@ def test_the_others_compile(compiled: list[Any]) -> None:
     mask_logits_triton(torch.zeros(3, 5000), torch.zeros(2, dtype=torch.int32), words)
     upload, admissions, longest = test_admit.make_case(0, 40)
     admit_triton(upload, test_admit.RECORD, len(admissions), longest, *test_admit.make_state(40))
-    assert_fit(compiled, 4)
+    two_way = test_prepare.make_step(2, num_slots=7, max_rows=60, max_model_len=50, block_size=16)
+    prepare_inputs_triton(*two_way.prepare_args())
+    assert_fit(compiled, 5)
     compiled.clear()
     for dtype in (torch.float32, torch.bfloat16):
         token_ids, is_token_ids, rows, table = test_embed.make_case(5, 576, dtype)

@@ -45,7 +45,8 @@ class Step:
         clone.record = clone.record.to(device)
         for state in (clone.slots, clone.out):
             for field in fields(state):
-                setattr(state, field.name, getattr(state, field.name).to(device))
+                value = getattr(state, field.name)
+                setattr(state, field.name, None if value is None else value.to(device))
         return clone
 
     def prepare_args(self) -> tuple[Any, ...]:
@@ -71,7 +72,11 @@ def make_step(seed: int, *, num_slots: int, max_rows: int, max_model_len: int, b
         length = rng.choice([computed + rows, rng.randint(computed + rows, max_model_len)])
         slots.computed[slot], slots.length[slot] = computed, length
         ids = torch.randint(0, VOCAB, (rows,)).int()
-        slots.token_ids[slot, computed : computed + rows] = torch.where(torch.rand(rows) < 0.5, EMBEDDING_ID, ids)
+        embedding = torch.full((rows,), EMBEDDING_ID, dtype=torch.int32)
+        if seed % 2:  # half of the embeddings are rows of two-way spans, each with an end of its own
+            ends = torch.arange(computed, computed + rows).int() + torch.randint(1, 9, (rows,)).int()
+            embedding = torch.where(torch.rand(rows) < 0.5, embedding, -1 - ends)
+        slots.token_ids[slot, computed : computed + rows] = torch.where(torch.rand(rows) < 0.5, embedding, ids)
         i = len(entries)
         record[SLOTS, i] = slot
         record[STARTS, i + 1] = record[STARTS, i] + rows
@@ -80,10 +85,11 @@ def make_step(seed: int, *, num_slots: int, max_rows: int, max_model_len: int, b
         left -= rows
     num_rows = int(record[STARTS, len(entries)])
     record[STARTS, len(entries) :] = num_rows
-    out = StepInputs.allocate(max_rows, num_slots, CPU)
+    out = StepInputs.allocate(max_rows, num_slots, CPU, two_way=bool(seed % 2))
     for field in fields(out):
         buffer = getattr(out, field.name)
-        buffer.copy_(torch.randint(0, 2, buffer.shape))
+        if buffer is not None:
+            buffer.copy_(torch.randint(0, 2, buffer.shape))
     return Step(slots, out, record, entries, block_size, num_rows)
 
 
@@ -99,7 +105,8 @@ def random_steps() -> list[Any]:
 
 def assert_same(ours: Any, theirs: Any) -> None:
     for field in fields(ours):
-        assert torch.equal(getattr(ours, field.name).cpu(), getattr(theirs, field.name).cpu()), field.name
+        our, their = getattr(ours, field.name), getattr(theirs, field.name)
+        assert our is their or torch.equal(our.cpu(), their.cpu()), field.name
 
 
 @pytest.mark.parametrize(("seed", "shape"), random_steps())
@@ -111,6 +118,7 @@ def test_prepare_is_what_a_loop_over_rows_gives(seed: int, shape: dict[str, int]
 
     table = before.block_table.tolist()
     expected_rows: list[tuple[int, bool, int, int]] = []
+    expected_until: list[int] = []
     for i, (slot, rows) in enumerate(step.entries):
         computed = int(before.computed[slot])
         new_block = int(step.record[NEW_BLOCKS, i])
@@ -119,7 +127,8 @@ def test_prepare_is_what_a_loop_over_rows_gives(seed: int, shape: dict[str, int]
         for position in range(computed, computed + rows):
             token = int(before.token_ids[slot, position])
             block = table[slot][position // size]
-            expected_rows.append((max(token, 0), token != EMBEDDING_ID, position, block * size + position % size))
+            expected_rows.append((max(token, 0), token >= 0, position, block * size + position % size))
+            expected_until.append(position + 1 if token >= EMBEDDING_ID else -1 - token)
         assert out.seq_lens[i] == computed + rows
         assert out.last_rows[i] == len(expected_rows) - 1
         assert bool(out.samples[i]) == (computed + rows == int(before.length[slot]))
@@ -127,6 +136,11 @@ def test_prepare_is_what_a_loop_over_rows_gives(seed: int, shape: dict[str, int]
     expected_rows += [padding] * (shape["max_rows"] - len(expected_rows))
     columns = (out.token_ids, out.is_token_ids, out.positions, out.cache_index)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected_rows
+    if seed % 2:
+        assert out.attend_until is not None
+        assert out.attend_until.tolist() == expected_until + [1] * (shape["max_rows"] - len(expected_until))
+    else:
+        assert out.attend_until is None
     for buffer in (out.seq_lens, out.last_rows, out.samples):
         assert not buffer[len(step.entries) :].any()
     assert slots.block_table.tolist() == table

@@ -3,7 +3,7 @@ same with the sum taken first."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ def make_args(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | 
     return torch.randn(case.rows, case.inputs).to(dtype), weight.to(dtype), bias
 
 
-def put(args: tuple[Any, ...], device: torch.device) -> list[Any]:
+def put(args: tuple[Any, ...], device: torch.device) -> Any:
     return [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
 
 
@@ -59,7 +59,8 @@ def test_parts_add_up(case: Case, dtype: torch.dtype, triton_device: torch.devic
     args = make_args(case, dtype)
     out = split_k_linear_triton(*put(args, triton_device))
     assert out.shape == (case.parts, case.rows, case.outputs) and out.dtype == torch.float32
-    expected = linear(*(None if arg is None else arg.float() for arg in args))
+    x, weight, bias = args
+    expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(out.cpu().sum(0), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -68,7 +69,8 @@ def test_parts_add_up(case: Case, dtype: torch.dtype, triton_device: torch.devic
 @pytest.mark.parametrize("case", [Case(3, 128, 34, 1), Case(20, 576, 200, 1, bias=True)], ids=str)
 def test_gated(case: Case, activation: Activation, dtype: torch.dtype, triton_device: torch.device) -> None:
     x, weight, bias = make_args(case, dtype)
-    out = gated_linear_triton(*put((x, weight, bias), triton_device), activation)
+    there = put((x, weight, bias), triton_device)
+    out = gated_linear_triton(there[0], there[1], there[2], activation)
     expected = gated_linear_reference(x.float(), weight.float(), None if bias is None else bias.float(), activation)
     assert out.shape == (case.rows, case.outputs // 2) and out.dtype == dtype
     torch.testing.assert_close(out.cpu().float(), expected, rtol=2e-2, atol=3e-2)
@@ -88,7 +90,7 @@ def test_norm_of_partial_sums(parts: int, unit_offset: bool, dtype: torch.dtype,
     pieces, residual, weight = split(torch.randn(5, 576), parts), torch.randn(5, 576).to(dtype), torch.randn(576)
     rows, weight = pieces.sum(0).to(dtype), weight.to(dtype)
     there = put((pieces, residual, weight), triton_device)
-    normed, total = add_rms_norm_triton(*there, 1e-3, unit_offset)
+    normed, total = add_rms_norm_triton(there[0], there[1], there[2], 1e-3, unit_offset)
     expected, expected_total = add_rms_norm_reference(rows, residual, weight, 1e-3, unit_offset)
     assert normed.dtype == total.dtype == dtype
     # The order of the sum may move a value to the neighbouring one.
@@ -107,17 +109,17 @@ def test_rope_of_partial_sums(case: test_rope.Case, triton_device: torch.device)
     pieces = split(torch.cat([q, k, v], dim=1), 3)
     q, k, v = torch.split(pieces.sum(0).to(dtype), sizes, dim=1)
     there = put((cos, sin, positions, key_cache.clone(), value_cache.clone(), index), triton_device)
-    table, there_norm = (
-        RopeTable(there[0], there[1]),
-        norm
-        and type(norm)(
-            norm.query_weight.to(triton_device), norm.key_weight.to(triton_device), norm.eps, norm.unit_offset
-        ),
+    there_cos, there_sin, there_positions, keys, values, there_index = there
+    table, there_norm = RopeTable(there_cos, there_sin), None
+    if norm is not None:
+        weights = put((norm.query_weight, norm.key_weight), triton_device)
+        there_norm = replace(norm, query_weight=weights[0], key_weight=weights[1])
+    q_parts, k_parts, v_parts = torch.split(pieces.to(triton_device), sizes, dim=2)
+    out = rope_and_write_triton(
+        q_parts, k_parts, v_parts, table, there_positions, keys, values, there_index, there_norm
     )
-    parts = torch.split(pieces.to(triton_device), sizes, dim=2)
-    out = rope_and_write_triton(*parts, table, *there[2:], there_norm)
     expected = rope_and_write_reference(q, k, v, RopeTable(cos, sin), positions, key_cache, value_cache, index, norm)
     assert out.dtype == dtype
     torch.testing.assert_close(out.cpu(), expected, rtol=2**-6, atol=6e-2)
-    torch.testing.assert_close(there[3].cpu(), key_cache, rtol=2**-6, atol=6e-2)
-    torch.testing.assert_close(there[4].cpu(), value_cache, rtol=2**-7, atol=2**-8)
+    torch.testing.assert_close(keys.cpu(), key_cache, rtol=2**-6, atol=6e-2)
+    torch.testing.assert_close(values.cpu(), value_cache, rtol=2**-7, atol=2**-8)

@@ -1,0 +1,52 @@
+"""Requests that take too long: in the queue, or in all. Each gets an error that says so, and the runner an abort."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from openai import InternalServerError, OpenAI
+
+from tests.server.conftest import StartServer
+from tests.server.harness import eventually
+
+LONG = 400
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(start_server: StartServer) -> None:
+    server = start_server({"step_seconds": 0.02}, request_timeout=0.4).wait_ready()
+    *tokens, error, done = server.open_stream(LONG, n=2).rest()
+    assert tokens and done == "[DONE]"
+    assert json.loads(error)["error"]["code"] == "timeout"
+    whole = server.complete(LONG)
+    assert whole.status_code == 504
+    assert whole.json()["error"]["code"] == "timeout"
+    assert "0.4 seconds" in whole.json()["error"]["message"]
+    # The same would take as long again: OpenAI's client obeys this header.
+    assert whole.headers["x-should-retry"] == "false"
+    before = len(server.messages("generate"))
+    with OpenAI(base_url=server.base + "/v1", api_key="none") as client, pytest.raises(InternalServerError):
+        client.completions.create(model="scripted", prompt=[5, 6], max_tokens=LONG)
+    assert len(server.messages("generate")) == before + 1
+    eventually(lambda: len(server.messages("abort")) == 3)
+    assert server.complete(2).status_code == 200
+    assert len(server.messages("abort")) == 3
+
+
+def test_a_prompt_that_waits_too_long_gets_503(start_server: StartServer) -> None:
+    server = start_server(queue_timeout=0.3).wait_ready()
+    assert server.complete(4).status_code == 200
+    server.signal_runner(signal.SIGUSR1)  # Its engine hangs: it takes requests, but none has a slot.
+    answer = server.complete(4)
+    server.signal_runner(signal.SIGUSR1)
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"]
+    assert answer.json()["error"]["code"] == "overloaded"
+    eventually(lambda: len(server.messages("abort")) == 1)
+    # A long answer is no long wait.
+    assert server.complete(500).status_code == 200
+    with server.client() as client:
+        text = client.get("/metrics").text
+    assert 'intarsia:errors_total{code="overloaded",model_name="scripted"} 1.0' in text
+    assert 'intarsia:request_success_total{finished_reason="error",model_name="scripted"} 1.0' in text
