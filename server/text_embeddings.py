@@ -26,7 +26,7 @@ from server.errors import EngineFailed, Unavailable
 from server.inputs import Prompt
 from server.openapi import json_body
 from server.pooling import Pooling, embedding_of
-from server.request_context import release_body
+from server.request_context import current_request, release_body
 from server.respond import run_handler
 from server.rows_out import as_base64
 from server.schemas import parse
@@ -51,6 +51,8 @@ async def _embed(body: Mapping[str, Any], services: Services) -> Response:
     if services.strict_params:
         refuse_unknown(body, EmbeddingRequest, EMBEDDING)
     model = services.model_name(request.model)
+    if (context := current_request.get()) is not None:
+        context.model = model
     hidden_size, dtype = services.model.hidden_size, services.model.dtype
     dimensions = services.dimensions.check(request.dimensions, hidden_size)
     prompts = await embedding_prompts(request, services)

@@ -215,7 +215,8 @@ class Harness:
         device.slots.fill_with_garbage(self.engine.model.vocab_size, device.cache.num_blocks)
         device.sampling.floats.uniform_(0.2, 1.8)
         device.sampling.ints.random_(1, 1000)
-        device.rows.fill_(math.nan)
+        for rows in (device.rows, device._hidden, device._latents._rows):
+            rows.fill_(math.nan)
         device.upload.random_()
         inputs = device.inputs
         for buffer in (inputs.token_ids, inputs.positions, inputs.cache_index, inputs.seq_lens, inputs.last_rows):

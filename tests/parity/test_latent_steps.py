@@ -231,4 +231,12 @@ def test_nothing_is_counted_as_generated(shelf: EngineShelf) -> None:
     after = harness.engine.stats()
     assert after.generated_tokens - before.generated_tokens == 3
     assert after.prompt_tokens - before.prompt_tokens == 9
-    assert np.isfinite(harness.engine.device._latents._rows.numpy()).all()
+
+
+@overlap
+def test_what_others_have_thought_does_not_show(shelf: EngineShelf, overlap: bool) -> None:
+    harness = shelf.engine("llama", async_scheduling=overlap)
+    ids, _, tokens = thought(shelf.path("llama"), 24, 4)
+    for _ in range(2):
+        harness.fill_with_garbage(cache=False)
+        assert_like(harness.generate(ids, TOKENS, latent_steps=4, return_hidden_states="all"), tokens)
