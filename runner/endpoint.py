@@ -30,6 +30,7 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     Ready,
     Rejected,
     RejectReason,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     # The engine brings torch, which takes seconds to import: workers are greeted meanwhile.
     from runner.engine import Engine
     from runner.grammar import GrammarCompiler
+    from runner.token_table import TokenTable
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Endpoint:
         self._admission = Admission(config)
         self._last_heartbeat = 0.0
         self._grammars: GrammarCompiler | None = None
+        self._table: TokenTable | None = None
         self._pool = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
         self._compiling: dict[Key, list[Abort]] = {}
         """Requests whose grammar is being compiled, and what has come after them."""
@@ -93,9 +96,11 @@ class Endpoint:
 
     def set_ready(self, engine: Engine) -> None:
         from runner.grammar import GrammarCompiler
+        from runner.token_table import TokenTable
 
         info, trusted = engine.info, self._config.trust_remote_code
         self._grammars = GrammarCompiler(info.path, info.vocab_size, trust_remote_code=trusted)
+        self._table = TokenTable(engine.model, info.max_model_len, self._send)
         self._engine = engine
         self._set_status(Ready(engine.info))
 
@@ -160,6 +165,8 @@ class Endpoint:
             elif isinstance(message, WorkerGone):
                 with self._lock:
                     self._forget(message.worker)
+            elif isinstance(message, LookUp):
+                self._look_up(message, [frame.buffer for frame in frames[1:]])
             elif message.worker not in self._gone:
                 self._admit(message, [frame.buffer for frame in frames[1:]])
 
@@ -200,6 +207,12 @@ class Endpoint:
         else:
             self._send(message.worker, Accepted(message.request))
             self._inbox.put(request)
+
+    def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:
+        if self._table is None:
+            self._send(message.worker, Rejected(message.request, "queue_full", "The model is still loading."))
+        else:
+            self._table.look_up(message, frames)
 
     def _abort(self, message: Abort) -> None:
         with self._compiling_lock:

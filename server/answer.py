@@ -20,6 +20,7 @@ from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
 from server.generation import ChoiceEvent
+from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
 from server.request_context import current_request
 from server.sampling import common_params, params_for_prompt
@@ -46,6 +47,7 @@ class PromptAnswer:
         prompt_logprobs: bool,
         skip_special_tokens: bool,
         shown_special: frozenset[int] = frozenset(),
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.num_rows = len(prompt)
         self.first_index = first_index
@@ -65,6 +67,7 @@ class PromptAnswer:
             )
             for each in range(n)
         ]
+        self._hidden = hidden
         self._prompt_logprobs = prompt_logprobs
         if not self._missing:
             self._add_prompt_records()
@@ -72,8 +75,10 @@ class PromptAnswer:
     def feed(self, event: ChoiceEvent) -> Sequence[Delta]:
         if event.started is not None and event.choice == 0:
             self.cached_tokens = event.started.cached_tokens
+        if event.hidden and self._hidden is not None:
+            self._hidden.add(event.hidden)
         if not self._missing:
-            delta = self.choices[event.choice].feed(event.tokens, event.logprobs, event.end)
+            delta = self._feed_choice(event)
             return () if delta is None else (delta,)
         for part in event.prompt_logprobs:
             self.entries.extend(part.entries)
@@ -84,8 +89,14 @@ class PromptAnswer:
         self._missing = 0
         self._add_prompt_records()
         early, self._early = self._early, []
-        deltas = [self.choices[each.choice].feed(each.tokens, each.logprobs, each.end) for each in early]
-        return [delta for delta in deltas if delta is not None]
+        return [delta for delta in map(self._feed_choice, early) if delta is not None]
+
+    def _feed_choice(self, event: ChoiceEvent) -> Delta | None:
+        choice = self.choices[event.choice]
+        delta = choice.feed(event.tokens, event.logprobs, event.end)
+        if self._hidden is not None and delta is not None and delta.finish_reason is not None:
+            delta.hidden = self._hidden.take(event.choice, choice.num_tokens)
+        return delta
 
     def _add_prompt_records(self) -> None:
         if self._echo is not None and self._prompt_logprobs:
@@ -231,6 +242,7 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
+    services.rows_out.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
     _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -284,6 +296,7 @@ async def sampling_params(
         for prompt in prompts
     ]
     _check_size(prompts, sampling, request.num_made)
+    hidden_bytes(request, [len(each) for each in prompts], sampling, services.model)
     return sampling
 
 
@@ -321,6 +334,7 @@ def _prompt_answer(
         client_stop_ids=frozenset(request.stop_token_ids or ()),
         keep_records=keep_records or params.logprobs is not None or bool(request.return_token_ids),
     )
+    mode = request.return_hidden_states
     return PromptAnswer(
         prompt,
         first_index,
@@ -331,4 +345,5 @@ def _prompt_answer(
         prompt_logprobs=params.prompt_logprobs is not None,
         skip_special_tokens=request.skip_special_tokens is not False,
         shown_special=shown_special,
+        hidden=None if mode is None else HiddenStates(mode, len(prompt) + params.latent_steps, n, services.model),
     )

@@ -33,6 +33,8 @@ class Engine(Protocol):
         self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = "", priority: int = 0
     ) -> Stream: ...
 
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

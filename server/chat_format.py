@@ -42,6 +42,8 @@ class ChatFormat:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if choice.hidden is not None:
+            body["hidden_states"] = choice.hidden.body()
         if self._with_ids:
             body["token_ids"] = [record.token_id for record in choice.tokens]
         return body
@@ -53,8 +55,7 @@ class ChatFormat:
         if delta.text or delta.tokens:
             yield self._chunk(delta.index, {"content": delta.text}, delta.tokens)
         if delta.finish_reason is not None:
-            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            yield self._chunk(delta.index, {}, ()) | end
+            yield self._end_chunk(delta, delta.finish_reason)
 
     def extras(self) -> Json:
         extras: Json = {"service_tier": "default"} if self._service_tier is not None else {}
@@ -74,6 +75,12 @@ class ChatFormat:
         if self._with_ids and tokens:
             body["token_ids"] = [record.token_id for record in tokens]
         return body
+
+    def _end_chunk(self, delta: Delta, reason: str | None) -> Json:
+        end: Json = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+        if delta.hidden is not None:
+            end["hidden_states"] = delta.hidden.body()
+        return self._chunk(delta.index, {}, ()) | end
 
     def usage_details(self) -> Json:
         return {}
@@ -108,8 +115,7 @@ class PartsFormat(ChatFormat):
         if tokens and (self._with_ids or self._with_logprobs):
             yield self._chunk(index, {"content": ""}, tokens)
         if delta.finish_reason is not None:
-            end = {"finish_reason": parts.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
-            yield self._chunk(index, {}, ()) | end
+            yield self._end_chunk(delta, parts.finish_reason(delta.finish_reason))
 
     def usage_details(self) -> Json:
         if self._rules.reasoning is None:

@@ -14,6 +14,7 @@ from typing import Literal
 from runner.messages import End, TokenLogprobs
 from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, Unavailable
+from server.hidden_states import HiddenBlock
 from server.stops import StopScanner
 
 
@@ -43,6 +44,8 @@ class Delta:
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     """The stop string or the client's own stop token that ended the choice."""
+    hidden: HiddenBlock | None = None
+    """With the `finish_reason`, if hidden states were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ class CompletionFormat:
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
+        if part.hidden is not None:
+            body["hidden_states"] = part.hidden.body()
         if self._with_ids:
             body["token_ids"] = [record.token_id for record in part.tokens]
             if is_first:

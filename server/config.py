@@ -75,6 +75,8 @@ class ServerConfig:
     """The same, of `server.reasoning.styles`."""
     generation_config: str = "auto"
     """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
+    pooling: str = "auto"
+    """Of /v1/embeddings: "auto" is what the model's folder says, else the mean; or "mean", "last"."""
     enable_prompt_embeds: bool = True
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts from which images are fetched, where a request names them by URL; empty: none."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from runner.messages import (
@@ -28,18 +29,21 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     ModelInfo,
     Ready,
     Rejected,
     SamplingParams,
     Stats,
     StepOutput,
+    TokenRows,
     WorkerGone,
     decode_from_runner,
     encode,
 )
 from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
 from server.generation import ChoiceEvent, GenerationStream, Inbox
+from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
@@ -89,6 +93,7 @@ class EngineClient:
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
         self._requests: dict[int, Inbox] = {}
+        self._look_ups = LookUps()
         self._ids = itertools.count(1)
         self._unsent: list[bytes] = []
         """Aborts and the like that found the socket full: the messages that must not be lost."""
@@ -191,6 +196,19 @@ class EngineClient:
         self.metrics.embedding_bytes.add(row_bytes)
         return stream
 
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The model's own input rows of these ids (at least one): their bytes in the model's dtype, in pieces.
+
+        Raises QueueFull (429), InvalidRequest (400), Unavailable and EngineFailed (503).
+        """
+        self._check_running()
+        number = next(self._ids)
+        async with self._look_ups.open(number, self._live_seconds) as answer:
+            ids = np.array(token_ids, dtype=np.int32)
+            if not self._send(encode(LookUp(self._worker, number)), ids.data):
+                raise QueueFull("The engine is not taking requests fast enough.")
+            return await answer
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         """For the streams: tell the runner."""
         self._send_surely(encode(Abort(self._worker, inbox.request, choice)))
@@ -214,6 +232,7 @@ class EngineClient:
         for inbox in list(self._requests.values()):
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
+        self._look_ups.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -295,6 +314,8 @@ class EngineClient:
             inbox = self._requests.get(message.request)
             if inbox is not None:
                 inbox.accept()
+        elif isinstance(message, TokenRows):
+            self._look_ups.add(message)
         elif isinstance(message, Rejected):
             self._on_rejected(message)
         elif isinstance(message, Ready):
@@ -319,11 +340,13 @@ class EngineClient:
 
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
+        invalid = message.reason == "invalid"
+        wait = max(1, math.ceil(message.retry_after))
+        error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
         if inbox is not None:
-            invalid = message.reason == "invalid"
-            wait = max(1, math.ceil(message.retry_after))
-            error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
             self._refuse(inbox, error, message.reason)
+        else:
+            self._look_ups.reject(message.request, error)
 
     def _on_step(self, step: StepOutput) -> None:
         """Hand out one step's output. Runs once per step, its loop once per token: keep it short."""
@@ -335,6 +358,9 @@ class EngineClient:
         for entries in step.prompt_logprobs:
             if (inbox := requests.get(entries.request)) is not None:
                 inbox.add_prompt_logprobs(entries)
+        for rows in step.hidden:
+            if (inbox := requests.get(rows.request)) is not None:
+                inbox.add_hidden(rows)
         logprobs = step.logprobs or itertools.repeat(None)
         before: list[float] = []
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from runner.messages import End, FinishReason, PromptLogprobs, Started, TokenLogprobs
+from runner.messages import End, FinishReason, HiddenRows, PromptLogprobs, Started, TokenLogprobs
 from server.errors import APIError
 from server.metrics import Metrics
 from server.request_context import RequestContext
@@ -38,6 +38,8 @@ class ChoiceEvent:
     """In order of position. They belong to the whole request and come with choice 0."""
     end: End | None = None
     """Set on the choice's last event."""
+    hidden: list[HiddenRows] | tuple[()] = ()
+    """In order of position. The prompt's come with choice 0."""
 
 
 _SEVERITY: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2, "error": 3}
@@ -154,6 +156,15 @@ class Inbox:
             event.prompt_logprobs.append(entries)
         else:
             event.prompt_logprobs = [entries]
+
+    def add_hidden(self, rows: HiddenRows) -> None:
+        if self.ended[rows.choice]:
+            return
+        event = self._event(rows.choice)
+        if isinstance(event.hidden, list):
+            event.hidden.append(rows)
+        else:
+            event.hidden = [rows]
 
     def add_end(self, end: End) -> None:
         if not self.ended[end.choice]:

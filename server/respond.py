@@ -20,6 +20,7 @@ from server.choices import Delta, TokenRecord
 from server.disconnect import ClientGone, unless_gone
 from server.errors import APIError
 from server.event_stream import EventStream, event
+from server.hidden_states import HiddenBlock
 from server.ranking import best_choices
 from server.schemas import StreamOptions
 
@@ -44,6 +45,7 @@ class WholeChoice:
     """Of every prompt position, if they were asked for."""
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
+    hidden: HiddenBlock | None = None
 
 
 class Format(Protocol):
@@ -111,6 +113,7 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
                 choice.tokens += delta.tokens
                 choice.prompt += delta.prompt
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.hidden = delta.hidden
     finally:
         answer.close()
     made = len(choices) // len(answer.prompts)
@@ -126,6 +129,7 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
         return msgspec.json.encode(body)
 
     records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
+    records += sum(choice.hidden.num_records for choice in told if choice.hidden is not None)
     return Response(await _run(encode, records), media_type="application/json")
 
 

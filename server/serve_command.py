@@ -260,6 +260,16 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         ),
     )
     add(
+        "--pooling",
+        choices=("auto", "mean", "last"),
+        default=_DEFAULTS.pooling,
+        help=_with_default(
+            "what /v1/embeddings takes of a text's hidden states where a request does not say; auto: what the model's"
+            " folder says (1_Pooling/config.json), else the mean",
+            "auto",
+        ),
+    )
+    add(
         "--enable-prompt-embeds",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS.enable_prompt_embeds,

@@ -17,8 +17,10 @@ from server.embedding_markers import EmbeddingMarkers
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
 from server.image_template import ImageTemplate, processor_template
+from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
+from server.rows_out import RowBudget
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.tokenizer import Tokenizer
@@ -46,6 +48,11 @@ class Services:
     """Whether parameters that nobody knows are refused."""
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
+    default_pooling: Pooling = "mean"
+    """Of /v1/embeddings."""
+    dimensions: Dimensions = field(default_factory=Dimensions)
+    """To which lengths embeddings may be cut."""
+    rows_out: RowBudget = field(default_factory=RowBudget)
     vision: Vision | None = None
     """None: the model takes no images."""
     image_template: ImageTemplate | None = None
@@ -75,6 +82,7 @@ class Services:
         trust_request_template: bool = False,
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
+        pooling: str = "auto",
         on_compiled: Callable[[float], None] = lambda seconds: None,
         allowed_media_domains: Sequence[str] = (),
     ) -> Services:
@@ -108,6 +116,8 @@ class Services:
             strict_params=strict_params,
             trust_request_template=trust_request_template,
             knows_all_answers=knows_all_answers,
+            default_pooling=load_pooling(folder, pooling),
+            dimensions=Dimensions.load(folder),
             vision=vision,
             image_template=None if vision is None else ImageTemplate(template, vision),
         )

@@ -235,6 +235,7 @@ class Worker:
             trust_request_template=config.trust_request_chat_template,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
+            pooling=config.pooling,
             on_compiled=self.engine.metrics.grammar_compile_time.observe,
             allowed_media_domains=config.allowed_media_domains,
         )

@@ -30,6 +30,7 @@ from runner.messages import (
     EMBEDDING_ID,
     End,
     Generate,
+    HiddenRows,
     PromptLogprobs,
     SamplingParams,
     Span,
@@ -65,6 +66,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_positions: list[int] = field(default_factory=list)
     """Parallel to `prompt_logprobs`."""
+    hidden: list[HiddenRows] = field(default_factory=list)
     started: Started | None = None
     end: End | None = None
 
@@ -213,7 +215,8 @@ class Harness:
         device.slots.fill_with_garbage(self.engine.model.vocab_size, device.cache.num_blocks)
         device.sampling.floats.uniform_(0.2, 1.8)
         device.sampling.ints.random_(1, 1000)
-        device.rows.fill_(math.nan)
+        for rows in (device.rows, device._hidden, device._latents._rows):
+            rows.fill_(math.nan)
         device.upload.random_()
         inputs = device.inputs
         for buffer in (inputs.token_ids, inputs.positions, inputs.cache_index, inputs.seq_lens, inputs.last_rows):
@@ -237,6 +240,10 @@ class Harness:
             answer.started = started
         for part in output.prompt_logprobs:
             self._add_prompt_logprobs(part)
+        for rows in output.hidden:
+            answer = self.answers[rows.request, rows.choice]
+            assert answer.end is None, "hidden states after the end"
+            answer.hidden.append(rows)
         for end in output.ends:
             answer = self.answers[end.request, end.choice]
             assert answer.end is None, "ended twice"

@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 
 from runner.messages import (
     End,
     FinishReason,
+    HiddenRows,
     ModelInfo,
     PromptLogprobs,
     SamplingParams,
     Started,
     TokenLogprobs,
 )
-from server import abort, chat, completions, models, render, tokenize
+from server import abort, chat, completions, models, render, text_embeddings, token_embeddings, tokenize
 from server.chat_template import ChatTemplate
 from server.errors import APIError, install_error_handlers
 from server.generation import GenerationStream, Inbox
@@ -142,6 +144,10 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
         return GenerationStream(self, inbox)
 
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Every value of an id's row is the id."""
+        return [np.full((1, HIDDEN_SIZE), each, np.float32).tobytes() for each in token_ids]
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         self._numbers[inbox.request].aborted.append(choice)
 
@@ -161,6 +167,11 @@ class FakeEngine:
                 inbox.add_prompt_logprobs(PromptLogprobs(inbox.request, 1 + (part.start or 0), tuple(entries[part])))
                 await asyncio.sleep(0)
         lines = [self._line(ids, choice, sampling) for choice in range(submitted.n)]
+        if sampling.return_hidden_states in ("last", "mean"):
+            for choice, line in enumerate(lines):
+                self._add_hidden(inbox, choice, len(ids) + max(len(line.tokens) - 1, 0) - 1, 1)
+        elif sampling.return_hidden_states == "all":
+            self._add_hidden(inbox, 0, 0, len(ids) - 1)
         sent = 0
         if self._hang:
             await asyncio.sleep(3600)
@@ -170,15 +181,24 @@ class FakeEngine:
             for choice, line in enumerate(lines):
                 if inbox.ended[choice]:
                     continue
-                for token in line.tokens[start : start + self._tokens_per_event]:
+                for offset, token in enumerate(line.tokens[start : start + self._tokens_per_event]):
                     if sent == self._fail_after:
                         inbox.fail(APIError(503, "The engine stopped.", type="server_error", code="engine_failed"))
                         return
                     sent += 1
+                    if sampling.return_hidden_states in ("answer", "all"):
+                        self._add_hidden(inbox, choice, len(ids) - 1 + start + offset, 1)
                     entry = None if sampling.logprobs is None else self._logprobs(token, sampling.logprobs)
                     inbox.add_token(choice, token, entry, 0.0)
                 if start + self._tokens_per_event >= len(line.tokens):
                     inbox.add_end(End(inbox.request, choice, line.reason, line.stop_token, line.message))
+
+    @staticmethod
+    def _add_hidden(inbox: Inbox, choice: int, start: int, count: int) -> None:
+        """Every value of a position's state is the position, and a tenth of the choice."""
+        rows = np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None] + choice / 10, HIDDEN_SIZE, 1)
+        if count > 0:
+            inbox.add_hidden(HiddenRows(inbox.request, choice, start, rows.tobytes()))
 
     def _line(self, ids: Sequence[int], choice: int, sampling: SamplingParams) -> Line:
         line = self._script(ids, choice)
@@ -214,7 +234,7 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
 def application(given: Services) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    for module in (completions, chat, responses, render, models, tokenize, abort):
+    for module in (completions, chat, responses, text_embeddings, token_embeddings, render, models, tokenize, abort):
         app.include_router(module.router)
     app.state.services = given
     return app
