@@ -76,6 +76,8 @@ class ServerConfig:
     generation_config: str = "auto"
     """"auto": the model's own sampling defaults; "none": neutral ones; else a folder with a generation_config.json."""
     enable_prompt_embeds: bool = True
+    soft_prompts: tuple[tuple[str, str], ...] = ()
+    """(name, path) each."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts from which images are fetched, where a request names them by URL; empty: none."""
     strict_params: bool = False
