@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from tests.integration.real_server import RealServer, as_npy
 from tests.integration.test_answers import greedy
-from tests.models import TIE, embed, hf_generate, hf_logits, random_prompt
+from tests.models import embed, hf_generate, hf_logits, random_prompt
+from tests.parity.reference import penalised
 
 TOKENS = 16
 
@@ -22,20 +21,6 @@ def parts(model: Path, ids: list[int], hints: list[int | None] | None, start: in
         rows["token_ids"] = hints
     before, after = ({"type": "token_ids", "token_ids": piece} for piece in (ids[:start], ids[end:]))
     return [before, rows, after]
-
-
-def penalised(model: Path, ids: list[int], counted: list[int]) -> list[int] | None:
-    """By transformers; None where a near tie decides. Below 1, so that a token of the prompt comes up."""
-    processor = RepetitionPenaltyLogitsProcessor(0.25)
-    made: list[int] = []
-    while len(made) < TOKENS:
-        scores = hf_logits(model, ids + made)[-1:]
-        scores = processor(torch.tensor([counted + made]), scores)[0]
-        best = scores.topk(2).values
-        if best[0] - best[1] < TIE:
-            return None
-        made.append(int(scores.argmax()))
-    return made
 
 
 def test_penalties_count_hints(server: RealServer, llama: Path) -> None:
@@ -50,7 +35,7 @@ def test_penalties_count_hints(server: RealServer, llama: Path) -> None:
             answers = []
             for hints in (None, list(inner), some, wrong):
                 counted = tokens + [token for token in hints or [] if token is not None]
-                expected = penalised(llama, ids, counted)
+                expected = penalised(llama, ids, counted, 0.25, TOKENS)
                 body = greedy(prompt=parts(llama, ids, hints), repetition_penalty=0.25, max_tokens=TOKENS)
                 found = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
                 if expected is not None:
