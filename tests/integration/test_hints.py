@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.parity.reference import penalised
 TOKENS = 16
 
 
-def parts(model: Path, ids: list[int], hints: list[int | None] | None, start: int = 8, end: int = 16) -> Any:
+def parts(model: Path, ids: list[int], hints: Sequence[int | None] | None, start: int = 8, end: int = 16) -> Any:
     rows: dict[str, Any] = {"type": "prompt_embeds", "data": as_npy(embed(model, ids[start:end]))}
     if hints is not None:
         rows["token_ids"] = hints

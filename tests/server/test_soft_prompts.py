@@ -170,8 +170,8 @@ def test_rows_go_before_every_prompt(soft: SoftPrompts, base: str) -> None:
 
 
 def test_before_parts_and_their_hints(soft: SoftPrompts) -> None:
-    parts = [{"type": "token_ids", "token_ids": [7]}, {"type": "prompt_embeds", "data": embedding(2)[0]}]
-    parts[1]["token_ids"] = [5, None]
+    rows = {"type": "prompt_embeds", "data": embedding(2)[0], "token_ids": [5, None]}
+    parts = [{"type": "token_ids", "token_ids": [7]}, rows]
     (prompt,), _ = submitted("/v1/completions", {"model": f"{NAMES[0]}:poet", "prompt": parts}, soft)
     assert prompt.token_ids.tolist() == [ROWS] * 3 + [7] + [ROWS] * 2
     assert prompt.spans == (Span(0, 3), Span(4, 2))
