@@ -49,6 +49,8 @@ class ServerConfig:
     """None: follows from the model, see `body_limit_for`."""
     api_workers: int = 1
     """Processes that answer HTTP."""
+    playground: bool = True
+    """The page at /."""
     shutdown_timeout: float = 30.0
     request_timeout: float | None = None
     """Seconds from a request's arrival to the end of its answer; None: as long as it takes."""

@@ -134,6 +134,12 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help=_with_default("processes that answer HTTP; more than one for many streams of a fast model", 1),
     )
     add(
+        "--playground",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.playground,
+        help=_with_default("a page at / for trying the server in a browser", "on"),
+    )
+    add(
         "--shutdown-timeout",
         type=_seconds,
         default=_DEFAULTS.shutdown_timeout,
