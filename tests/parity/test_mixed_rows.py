@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+from torch import Tensor
 
 from runner.scheduler import Scheduler
 from runner.sequence import Sequence as RunnerSequence
@@ -73,8 +74,13 @@ def test_soft_prompts_of_scaled_embeddings(shelf: EngineShelf, family: Family, t
 
 def identities(prompt: Prompt) -> list[Hashable]:
     """What each row is, so that equal rows are equal."""
-    pieces = prompt if isinstance(prompt, tuple) else (prompt,)
-    return [row if isinstance(row, int) else tuple(row.tolist()) for piece in pieces for row in piece]
+    found: list[Hashable] = []
+    for piece in prompt if isinstance(prompt, tuple) else (prompt,):
+        if isinstance(piece, Tensor):
+            found += map(tuple, piece.tolist())
+        elif isinstance(piece, list):
+            found += piece
+    return found
 
 
 def common(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:

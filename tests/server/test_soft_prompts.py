@@ -14,6 +14,7 @@ from openai.types import Model
 
 from runner.messages import EMBEDDING_ID, ModelInfo, Span
 from server.chat_template import ChatTemplate
+from server.prompt import PromptRows
 from server.services import Services
 from server.soft_prompts import SoftPromptError, SoftPrompts
 from tests.models import HIDDEN_SIZE
@@ -224,6 +225,18 @@ def test_the_context_is_shared_with_the_rows(soft: SoftPrompts) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     cut = client.post("/v1/completions", {**body, "prompt": [5] * 50, "truncate_prompt_tokens": -1})
     assert (cut.status_code, cut.json()["usage"]["prompt_tokens"]) == (200, 7)
+
+
+def test_before_position_ids(soft: SoftPrompts) -> None:
+    """Of models that count an image's rows in three dimensions: all of it moves back."""
+    positions = np.array([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]], np.int32)
+    prompt = PromptRows(np.array([5, ROWS, ROWS, 6], np.int32), (Span(1, 2),), bytes(32), (b"",), positions)
+    moved = prompt.behind(soft.rows["poet"])
+    assert moved.positions is not None and moved.positions.dtype == np.int32
+    assert moved.positions[:, :3].tolist() == [[0, 1, 2]] * 3
+    assert (moved.positions[:, 3:] == positions + 3).all()
+    assert len(moved.frames) == 3 + 2
+    assert np.frombuffer(moved.frames[2], np.int32).tolist() == moved.positions.ravel().tolist()
 
 
 # --- by a part --------------------------------------------------------------------------------------------------------
