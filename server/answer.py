@@ -106,10 +106,11 @@ class PromptAnswer:
 
 
 class _Echo:
-    """The prompt as text, and where in it each token begins."""
+    """The prompt as text, and where in it each token begins. A soft prompt before it has no text."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._token_ids = prompt.token_ids
+        self._soft_rows = prompt.soft_rows
         detokenizer = tokenizer.detokenizer((), at_start=True, skip_special_tokens=skip_special_tokens)
         pieces = [detokenizer.push(token_id) for token_id in prompt.token_ids]
         # Not flushed: half a character at its end is for the choice to complete.
@@ -119,7 +120,7 @@ class _Echo:
 
     def records(self, entries: Sequence[TokenLogprobs | None]) -> list[TokenRecord]:
         records, offset = [], 0
-        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries, strict=True):
+        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries[self._soft_rows :], strict=True):
             # A normalised text's pieces may add up to more than the text that was sent.
             records.append(TokenRecord(token_id, entry, min(offset, len(self.text))))
             offset += len(piece)
