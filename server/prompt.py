@@ -102,7 +102,7 @@ class PromptRows:
         return [self.token_ids.data, self.row_digests, *hints, *positions, *self.rows]
 
 
-def _hint_ids(rows: Rows | ImageRows) -> npt.NDArray[np.int32]:
+def _hint_ids(rows: Rows | PreparedImage) -> npt.NDArray[np.int32]:
     given = rows.hint_ids if isinstance(rows, Rows) else None
     return np.full(rows.num_rows, EMBEDDING_ID, dtype=np.int32) if given is None else given
 
