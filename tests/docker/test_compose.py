@@ -49,15 +49,23 @@ def default_image(service: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def stack(engine: Engine, tools: Path, image: str) -> Iterator[Stack]:
+def prometheus_image(engine: Engine) -> str:
+    """The compose file's, or what stands in for it."""
+    image = default_image("prometheus")
+    if not engine.can_pull(image):
+        engine.build(STAND_IN, "tests/docker/prometheus.Dockerfile", context=ROOT / "tests" / "docker")
+        note(f"{image} cannot be pulled: Debian's package stood in for it")
+        return STAND_IN
+    return image
+
+
+@pytest.fixture(scope="module")
+def stack(engine: Engine, tools: Path, image: str, prometheus_image: str) -> Iterator[Stack]:
     ports = {name: str(free_port()) for name in ("INTARSIA_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
     variables = {**ports, "INTARSIA_IMAGE": image, "MODEL_ARGS": "--max-num-seqs 2 --max-queue 1", "LOG_DRIVER": ""}
     variables["LOG_DRIVER"] = "k8s-file" if engine.is_podman else "json-file"
+    variables["PROMETHEUS_IMAGE"] = prometheus_image
     services = ["intarsia", "prometheus"]
-    if not engine.can_pull(default_image("prometheus")):
-        engine.build(STAND_IN, "tests/docker/prometheus.Dockerfile", context=ROOT / "tests" / "docker")
-        variables["PROMETHEUS_IMAGE"] = STAND_IN
-        note(f"{default_image('prometheus')} cannot be pulled: Debian's package stood in for it")
     if engine.can_pull(default_image("grafana")):
         services.append("grafana")
     else:
@@ -145,6 +153,13 @@ def test_the_files_say_what_they_should() -> None:
         assert not image.endswith(("latest}", "latest")), name
         if name.startswith("intarsia"):
             assert service["stop_grace_period"] == "45s"
+
+
+def test_alerts_fire_when_they_should(engine: Engine, prometheus_image: str) -> None:
+    files, tests = ROOT / "docker" / "helm" / "intarsia" / "files", Path(__file__).with_name("alert_tests.yml")
+    mounts = ("--volume", f"{files}:/files:ro", "--volume", f"{tests}:/alert_tests.yml:ro")
+    command = ("--security-opt", "label=disable", "--entrypoint", "promtool", prometheus_image, "test", "rules")
+    engine.call("run", "--rm", *mounts, *command, "/alert_tests.yml")
 
 
 def test_services_run_as_strictly_as_they_say(stack: Stack) -> None:
