@@ -62,8 +62,7 @@ def prometheus_image(engine: Engine) -> str:
 @pytest.fixture(scope="module")
 def stack(engine: Engine, tools: Path, image: str, prometheus_image: str) -> Iterator[Stack]:
     ports = {name: str(free_port()) for name in ("INTARSIA_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
-    variables = {**ports, "INTARSIA_IMAGE": image, "MODEL_ARGS": "--max-num-seqs 2 --max-queue 1", "LOG_DRIVER": ""}
-    variables["LOG_DRIVER"] = "k8s-file" if engine.is_podman else "json-file"
+    variables = {**ports, "INTARSIA_IMAGE": image, "MODEL_ARGS": "--max-num-seqs 2 --max-queue 1"}
     variables["PROMETHEUS_IMAGE"] = prometheus_image
     services = ["intarsia", "prometheus"]
     if engine.can_pull(default_image("grafana")):
@@ -160,6 +159,13 @@ def test_alerts_fire_when_they_should(engine: Engine, prometheus_image: str) -> 
     mounts = ("--volume", f"{files}:/files:ro", "--volume", f"{tests}:/alert_tests.yml:ro")
     command = ("--security-opt", "label=disable", "--entrypoint", "promtool", prometheus_image, "test", "rules")
     engine.call("run", "--rm", *mounts, *command, "/alert_tests.yml")
+
+
+def test_arguments_reach_the_server(stack: Stack) -> None:
+    eventually(lambda: answers(f"{stack.server}/readyz"), 240)
+    said = stack.call("exec", "intarsia", "sh", "-c", "tr '\\0' '|' < /proc/1/cmdline; intarsia healthcheck")
+    assert "|serve|--host|0.0.0.0|--port|8000|--max-num-seqs|2|--max-queue|1|" in said, "and the shell has gone"
+    assert "200" in said
 
 
 def test_services_run_as_strictly_as_they_say(stack: Stack) -> None:
