@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ class Stack:
     grafana: str
     """"" where its image cannot be had."""
     call: Any
+    done: threading.Event = field(default_factory=threading.Event)
+    clients: list[threading.Thread] = field(default_factory=list)
+
+    def be_quiet(self) -> None:
+        """No more requests."""
+        self.done.set()
+        for thread in self.clients:
+            thread.join()
 
 
 def default_image(service: str) -> str:
@@ -104,9 +112,8 @@ def scraped(stack: Stack) -> Iterator[Stack]:
     eventually(lambda: answers(f"{stack.server}/readyz"), 240)
     eventually(lambda: answers(f"{stack.prometheus}/-/ready"), 60)
     eventually(lambda: query(stack, 'up{job="intarsia"} == 1'), 60)
-    done = threading.Event()
-    clients = threading.Thread(target=_traffic, args=(stack.server, done))
-    clients.start()
+    stack.clients.append(threading.Thread(target=_traffic, args=(stack.server, stack.done)))
+    stack.clients[0].start()
     try:
         # Rates need two scrapes of the same series, and the range is half a minute.
         for name in (
@@ -119,8 +126,7 @@ def scraped(stack: Stack) -> Iterator[Stack]:
         time.sleep(6)
         yield stack
     finally:
-        done.set()
-        clients.join()
+        stack.be_quiet()
 
 
 def _traffic(server: str, done: threading.Event) -> None:
@@ -207,8 +213,8 @@ def test_grafana_has_the_dashboard(stack: Stack) -> None:
 
 def test_the_server_drains_with_the_stack(stack: Stack) -> None:
     """Last: it stops the server."""
-    if not answers(f"{stack.server}/readyz"):
-        eventually(lambda: answers(f"{stack.server}/readyz"), 240)
+    stack.be_quiet()
+    eventually(lambda: answers(f"{stack.server}/readyz"), 240)
     body = {"prompt": "Once upon a time", "stream": True, "max_tokens": 60, "ignore_eos": True}
     with httpx.stream("POST", f"{stack.server}/v1/completions", json=body, timeout=120) as stream:
         lines = (line for line in stream.iter_lines() if line)
