@@ -87,6 +87,13 @@ def test_it_answers_text_ids_and_embeddings(container: Container, default_model:
     assert embeds["choices"][0]["text"] == completion["choices"][0]["text"]
 
 
+def test_the_playground_is_inside(container: Container) -> None:
+    with container.client() as client:
+        page = client.get("/")
+    assert page.status_code == 200
+    assert "<html" in page.text
+
+
 def test_the_health_check_follows_the_server(container: Container) -> None:
     assert container.is_healthy()
     runner = "pid=$(cat /proc/1/task/1/children) && kill -s $0 ${pid%% *}"
