@@ -21,7 +21,8 @@ PIP_ARGS ?=
 ARGS     ?=
 MINUTES  ?= 10
 BUILD_ARGS ?=
-ENGINE   ?= $(shell docker info >/dev/null 2>&1 && echo docker || command -v podman)
+# podman rather than a docker that is podman behind another name: that one would not run health checks.
+ENGINE   ?= $(shell v=$$(docker version 2>/dev/null) && ! echo "$$v" | grep -qi podman && echo docker || command -v podman)
 TARGET   ?= cpu
 
 # All paths are relative, so that a checkout may lie below a folder with a space in its name.
