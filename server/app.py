@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from server import abort, chat, completions, models, render, tokenize
+from server import abort, chat, completions, models, prompt_embeds, render, tokenize
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
@@ -28,7 +28,7 @@ def create_app(
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
-    for module in (completions, chat, responses, render, models, tokenize, abort):
+    for module in (completions, chat, responses, prompt_embeds, render, models, tokenize, abort):
         app.include_router(module.router)
     install_openapi(app, config.model_names)
 

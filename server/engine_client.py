@@ -34,6 +34,7 @@ from runner.messages import (
     SamplingParams,
     Stats,
     StepOutput,
+    StoreAnswer,
     WorkerGone,
     decode_from_runner,
     encode,
@@ -43,6 +44,7 @@ from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
+from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
 from server.timeouts import NO_TIMEOUTS, Timeouts
 
 __all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
@@ -88,6 +90,7 @@ class EngineClient:
         self.runner_address = f"ipc://{folder / 'runner'}"
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
+        self.stored = StoredEmbeddings(worker, self._send, self._check_running, max_unaccepted_bytes)
         self._requests: dict[int, Inbox] = {}
         self._ids = itertools.count(1)
         self._unsent: list[bytes] = []
@@ -214,6 +217,7 @@ class EngineClient:
         for inbox in list(self._requests.values()):
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
+        self.stored.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -297,6 +301,8 @@ class EngineClient:
                 inbox.accept()
         elif isinstance(message, Rejected):
             self._on_rejected(message)
+        elif isinstance(message, StoreAnswer):
+            self.stored.on_answer(message)
         elif isinstance(message, Ready):
             self._answered = True
             self.model = self.metrics.model = message.model
@@ -320,9 +326,12 @@ class EngineClient:
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
         if inbox is not None:
-            invalid = message.reason == "invalid"
             wait = max(1, math.ceil(message.retry_after))
-            error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
+            error: APIError = QueueFull(message.message, retry_after=wait)
+            if message.reason == "invalid":
+                error = InvalidRequest(message.message)
+            elif message.reason == "not_found":  # it was there when the prompt was made
+                error = NoSuchEmbedding("prompt")
             self._refuse(inbox, error, message.reason)
 
     def _on_step(self, step: StepOutput) -> None:

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.messages import EMBEDDING_ID
-from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
+from runner.messages import EMBEDDING_ID, ModelInfo
+from server.embeddings import EmbeddingError, Rows, decode_base64_embedding, decode_embedding
 from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
 from server.image_parts import laid_out, with_neighbours, without_neighbours
-from server.prompt import PromptRows, Segment
+from server.prompt import PromptRows, Segment, StoredRows
 from server.schemas import CompletionRequest
-from server.segments import MAX_IMAGES, MAX_PARTS, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
+from server.segments import MAX_IMAGES, MAX_PARTS, Attachment, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
 from server.services import Services
+from server.stored_parts import find_stored
 from server.truncation import Truncation
 from server.vision import ImageRows
 
@@ -29,7 +30,7 @@ MAX_CHOICES = 4096
 ListedIds = Sequence[int | None] | None
 """A prompt's ids as clients see them: null at embedding rows, null altogether where there is nothing else."""
 
-EncodedPart = list[int] | EmbeddingPart | ImagePart
+EncodedPart = list[int] | EmbeddingPart | StoredRows | ImagePart
 """A part of a mixed prompt whose embeddings and images are still to be decoded."""
 
 
@@ -159,9 +160,14 @@ async def encode_parts(
     that go before a text, if the prompt begins with one. No embedding is decoded. Raises APIError."""
     encoded: list[EncodedPart] = []
     least_rows = 0
+    stored = await find_stored(parts, services.stored)
     if services.vision is not None:
         parts = laid_out(parts, services.vision.layout)
     for part in parts:
+        if isinstance(part, EmbeddingPart) and part.stored:
+            encoded.append(stored[part.stored])
+            least_rows += len(stored[part.stored])
+            continue
         if isinstance(part, EmbeddingPart | ImagePart):
             encoded.append(part)
             least_rows += _least_rows(part, services)
@@ -191,7 +197,9 @@ async def encode_parts(
 async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, param: str) -> Prompt:
     """The prompt that `encode_parts` has begun. Raises APIError."""
     # Each embedding part has one row at least, which a later one must not be decoded to learn.
-    num_rows = sum(len(part) if isinstance(part, list) else _least_rows(part, services) for part in parts)
+    num_rows = sum(
+        _least_rows(part, services) if isinstance(part, EmbeddingPart | ImagePart) else len(part) for part in parts
+    )
     segments: list[Segment] = []
     for part in parts:
         if isinstance(part, ImagePart):
@@ -279,13 +287,15 @@ async def _from_embedding(text: str, services: Services) -> Prompt:
     return Prompt(PromptRows.from_embedding(rows), "prompt_embeds")
 
 
-async def _decode(text: str, services: Services, max_rows: int, where: str) -> Rows:
+async def _decode(data: str | Attachment, services: Services, max_rows: int, where: str) -> Rows:
     """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
     model = services.model
     try:
+        if isinstance(data, Attachment):
+            return await decode_payload(memoryview(data.payload), model, max_rows)
         return await asyncio.to_thread(
             decode_base64_embedding,
-            text,
+            data,
             hidden_size=model.hidden_size,
             dtype=model.dtype,
             max_rows=max_rows,
@@ -294,3 +304,10 @@ async def _decode(text: str, services: Services, max_rows: int, where: str) -> R
         raise ContextLengthExceeded(f"{where}: {error}.", param=where) from None
     except EmbeddingError as error:
         raise InvalidRequest(f"{where}: {error}.", param=where) from None
+
+
+async def decode_payload(payload: memoryview, model: ModelInfo, max_rows: int) -> Rows:
+    """The rows of a tensor file. Raises EmbeddingError."""
+    return await asyncio.to_thread(
+        decode_embedding, payload, hidden_size=model.hidden_size, dtype=model.dtype, max_rows=max_rows
+    )

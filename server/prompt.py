@@ -13,7 +13,19 @@ from runner.messages import EMBEDDING_ID, Span
 from server.embeddings import Rows
 from server.vision import ImageRows
 
-Segment = Sequence[int] | Rows | ImageRows
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows that the runner has already."""
+
+    id: str
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+Segment = Sequence[int] | Rows | StoredRows | ImageRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +36,10 @@ class PromptRows:
     """[num_rows], `EMBEDDING_ID` at embedding rows."""
     spans: tuple[Span, ...] = ()
     row_digests: bytes = field(default=b"", repr=False)
-    """[num_embedding_rows, DIGEST_BYTES]."""
+    """[num_embedding_rows, DIGEST_BYTES], without those of stored rows."""
     rows: tuple[memoryview | bytes, ...] = field(default=(), repr=False)
-    """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels."""
+    """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels;
+    empty for stored rows."""
     positions: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """[3, num_rows], where they aren't the rows' own places."""
 
@@ -44,15 +57,17 @@ class PromptRows:
 
     @classmethod
     def from_segments(cls, segments: Sequence[Segment]) -> PromptRows:
-        """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, and so
-        is each image."""
-        lengths = [each.num_rows if isinstance(each, Rows | ImageRows) else len(each) for each in segments]
+        """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, as are
+        stored ones and each image."""
+        lengths = [each.num_rows if isinstance(each, Rows | StoredRows | ImageRows) else len(each) for each in segments]
         token_ids = np.full(sum(lengths), EMBEDDING_ID, dtype=np.int32)
         spans: list[Span] = []
         start = 0
         for segment, length in zip(segments, lengths, strict=True):
             if isinstance(segment, Rows):
                 spans.append(Span(start, length))
+            elif isinstance(segment, StoredRows):
+                spans.append(Span(start, length, stored=segment.id))
             elif isinstance(segment, ImageRows):
                 spans.append(
                     Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid)
@@ -60,15 +75,20 @@ class PromptRows:
             else:
                 token_ids[start : start + length] = segment
             start += length
-        embedded = [each for each in segments if isinstance(each, Rows | ImageRows)]
-        digests = b"".join(each.digests for each in embedded)
-        frames = tuple(each.data if isinstance(each, Rows) else each.pixels.data.cast("B") for each in embedded)
+        digests = b"".join(each.digests for each in segments if isinstance(each, Rows | ImageRows))
+        frames = tuple(_frame(each) for each in segments if isinstance(each, Rows | StoredRows | ImageRows))
         return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths))
 
     @property
     def tail_ids(self) -> npt.NDArray[np.int32]:
         """The token ids behind the last embedding row; all of them where there is none."""
         return self.token_ids[self.spans[-1].start + self.spans[-1].length :] if self.spans else self.token_ids
+
+
+def _frame(rows: Rows | StoredRows | ImageRows) -> memoryview | bytes:
+    if isinstance(rows, StoredRows):
+        return b""
+    return rows.data if isinstance(rows, Rows) else rows.pixels.data.cast("B")
 
 
 def _positions(segments: Sequence[Segment], lengths: Sequence[int]) -> npt.NDArray[np.int32] | None:

@@ -163,7 +163,7 @@ def test_templates_that_do_not_leave_a_part_alone(template: str) -> None:
         ({"type": "prompt_embeds", "data": ""}, ".data", "invalid_value"),
         ({"type": "prompt_embeds", "data": "AAAA"}, ".data", "invalid_value"),
         ({"type": "prompt_embeds", "id": "emb_1"}, ".id", "unsupported_parameter"),
-        ({"type": "prompt_embeds", "part": "a"}, ".part", "unsupported_parameter"),
+        ({"type": "prompt_embeds", "part": "a"}, ".part", "invalid_value"),
         ({**rows(1), "token_ids": [5]}, ".token_ids", "unsupported_parameter"),
         (rows(200), ".data", "context_length_exceeded"),
         ({"type": "token_ids", "token_ids": [5]}, ".type", "unsupported_parameter"),
