@@ -30,6 +30,7 @@ def example(language: str, word: str, server: RealServer, model: Path) -> str:
         ("http://127.0.0.1:8000", server.base),
         ("path/to/model", str(model)),
         ("python rows.py", f"{sys.executable} rows.py"),
+        ("python -c", f"{sys.executable} -c"),
     ):
         block = block.replace(there, here)
     return str(block)
@@ -59,8 +60,9 @@ def folder(server: RealServer, llama: Path, tmp_path: Path, monkeypatch: pytest.
     return tmp_path
 
 
-def test_curl(server: RealServer, llama: Path, folder: Path) -> None:
-    command = ["bash", "-c", example("sh", "/v1/completions", server, llama)]
+@pytest.mark.parametrize("word", ["@body.json", "-F rows=", "/v1/prompt_embeds"])
+def test_curl(server: RealServer, llama: Path, folder: Path, word: str) -> None:
+    command = ["bash", "-c", example("sh", word, server, llama)]
     done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["choices"][0]["text"] == reference(llama, "What is the", " capital of France", "?")
@@ -75,3 +77,10 @@ def test_chat(server: RealServer, llama: Path, folder: Path) -> None:
     out = run_here(example("python", "client.chat", server, llama), folder)
     before, after = "<bos><turn>user\nWhat is the", "?<eos>\n<turn>assistant\n"
     assert out == reference(llama, before, " capital of France", after) + "\n"
+
+
+def test_our_client(server: RealServer, llama: Path, folder: Path) -> None:
+    """The same answer twice, whole and streamed."""
+    out = run_here(example("python", "server.client", server, llama), folder)
+    expected = reference(llama, "What is the", " capital of France", "?")
+    assert out == f"{expected}\n{expected}"
