@@ -60,12 +60,14 @@ def folder(server: RealServer, llama: Path, tmp_path: Path, monkeypatch: pytest.
     return tmp_path
 
 
-@pytest.mark.parametrize("word", ["@body.json", "-F rows=", "/v1/prompt_embeds"])
-def test_curl(server: RealServer, llama: Path, folder: Path, word: str) -> None:
-    command = ["bash", "-c", example("sh", word, server, llama)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["choices"][0]["text"] == reference(llama, "What is the", " capital of France", "?")
+@pytest.mark.parametrize("words", [["@body.json"], ["-F rows=", "/v1/prompt_embeds"]])
+def test_curl(server: RealServer, llama: Path, folder: Path, words: list[str]) -> None:
+    for word in words:
+        command = ["bash", "-c", example("sh", word, server, llama)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)["choices"][0]["text"]
+        assert answer == reference(llama, "What is the", " capital of France", "?")
 
 
 def test_openai_client(server: RealServer, llama: Path, folder: Path) -> None:
