@@ -2,8 +2,9 @@
 
 A link covers its parent, the block's token ids (`EMBEDDING_ID` where a row is an embedding, so the ids carry the mask
 too), the digest of every embedding row in it, the bounds and the whole of every two-way span that it has a part of, and
-position ids where they aren't the rows' own places. The chain starts from the request's cache salt and a key drawn at
-start, so that nobody can construct two prompts that collide.
+position ids where they aren't the rows' own places. A latent step has no digest: it follows from the rows before it,
+and so says what all of these say. The chain starts from the request's cache salt and a key drawn at start, so that
+nobody can construct two prompts that collide.
 """
 
 from __future__ import annotations

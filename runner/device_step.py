@@ -21,11 +21,13 @@ from torch import Tensor
 
 from runner.attention.backend import AttentionBackend, AttentionBatch
 from runner.grammar import Outcome
+from runner.hints import counted_ids
 from runner.kernels.admit import admit
 from runner.kernels.embed import gather_rows
 from runner.kernels.prepare import SLOTS, STARTS, advance_slots, prepare_inputs
 from runner.kernels.token_mask import mask_logits
 from runner.kv_cache import KVCache
+from runner.latents import LatentRows
 from runner.model import Model
 from runner.position_ids import PositionIds
 from runner.sampler import Asks, LogitEdits, Logprobs, SamplingState, logprobs_of, sample
@@ -35,6 +37,7 @@ from runner.staging import Staging, record_words, upload_words
 from runner.step import PromptScore, Step
 from runner.step_graphs import StepGraphs, StepSize
 from runner.stream import Event, make_stream
+from runner.taken_rows import TakenRows, take_rows
 from runner.token_bans import BanEdit, TokenBans
 
 STAGING_DEPTH = 3
@@ -72,6 +75,10 @@ class Launched:
     """(what was scored, the ids at its positions, their log-probabilities), on the host."""
     mask_shape: tuple[int, int] = (0, 0)
     """(entries that a grammar constrains, int32 words of each one's mask): what `stage_masks` has made room for."""
+    hidden: TakenRows | None = None
+    """Of the step's `hidden_runs`, on the host."""
+    latents: Tensor | None = None
+    """[len(step.latent_outputs), hidden], host."""
     ends: list[tuple[Sequence, Outcome]] = field(default_factory=list)
     """Sequences of this step that their grammar ends before the token that it samples."""
     captured: bool = False
@@ -93,6 +100,9 @@ class DeviceStep:
         if model.mrope:
             self.position_ids = PositionIds(max_num_batched_tokens, num_slots, STAGING_DEPTH, device)
         self.rows = torch.zeros(max_num_batched_tokens, model.hidden_size, dtype=model.dtype, device=device)
+        self._hidden = torch.zeros_like(self.rows)
+        """[T, hidden]: the running step's last hidden states. What reads them needs no graph of its own."""
+        self._latents = LatentRows(model, num_slots)
         words = upload_words(num_slots, max_admitted_rows(max_model_len, max_num_batched_tokens), cache.block_size)
         self.upload = torch.zeros(words, dtype=torch.int32, device=device)
         self._record = self.upload[: record_words(num_slots)].view(3, -1)
@@ -183,7 +193,7 @@ class DeviceStep:
             params = sequence.request.sampling
             if params.logit_bias:
                 changes.append((entry, dict(params.logit_bias)))
-            early = step.positions[entry] - sequence.request.prompt_len < params.min_tokens
+            early = step.positions[entry] - sequence.request.answer_start < params.min_tokens
             if early and params.stop_token_ids and sequence.matcher is None:  # a grammar's mask knows of it
                 changes.append((entry, dict.fromkeys(params.stop_token_ids, -np.inf)))
             if params.allowed_token_ids or params.bad_words:
@@ -224,10 +234,14 @@ class DeviceStep:
         self.upload[:words].copy_(staging.words[:words], non_blocking=True)
         for row, end in _ranges(step.embedding_runs):
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
+        if len(step.latent_inputs):
+            self._latents.place(step, self.rows, self._to_device)
         if step.admissions:
             longest = max(len(admission.sequence.token_ids) for admission in step.admissions)
             sampling, count = self.sampling, len(step.admissions)
             admit(self.upload, self._record.numel(), count, longest, self.slots, sampling.floats, sampling.ints)
+        if self.debug_checks:
+            self._hidden.fill_(torch.nan)
         size = StepSize(step.num_rows, step.num_entries, step.num_decodes, int(step.computed.max()))
         graph = None
         if self._graphs is not None and not step.prompt_scores:
@@ -238,6 +252,10 @@ class DeviceStep:
         else:
             hidden = self._forward_pass(size, step.starts.tolist(), step.computed.tolist())
             self._score_prompts(launched, hidden)
+        if step.hidden_runs:
+            launched.hidden = take_rows(self._hidden, step.hidden_runs, self._to_device, _to_host)
+        if len(step.latent_outputs):
+            launched.latents = _to_host(self._latents.keep(step, self._hidden, self._to_device))
         if self.debug_checks:
             self._check_mask(step)
 
@@ -262,6 +280,8 @@ class DeviceStep:
                 top = max(step.sequences[entry].request.sampling.logprobs or 0 for entry in asking)
                 index = self._to_device(torch.tensor(asking))
                 launched.logprobs = _logprobs_to_host(logprobs_of(raw[index], self._sampled[index], top))
+        if len(step.latent_outputs):
+            self._latents.mark(step, self.slots, self._to_device)
         launched.tokens.copy_(self._sampled, non_blocking=True)
 
     def _apply_masks(self, launched: Launched) -> None:
@@ -279,7 +299,7 @@ class DeviceStep:
     @torch.inference_mode()
     def _forward_pass(self, size: StepSize, host_starts: list[int] | None = None,
                       host_seq_lens: list[int] | None = None) -> Tensor:  # fmt: skip
-        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden].
+        """From the uploaded schedule to the logits; returns the last hidden states, [T, hidden] (so has `_hidden`).
 
         Args:
             host_starts, host_seq_lens: of the step's own entries, for backends that can't be captured.
@@ -306,6 +326,7 @@ class DeviceStep:
         ids = self.position_ids
         positions = batch.positions if ids is None else ids.derive(batch.positions, self._record)
         hidden = self.model.forward(self._input_rows(rows), positions, batch)
+        self._hidden[:rows].copy_(hidden)
         # Where every entry is a decode, entry i's row is row i.
         last = hidden if size.decodes == entries else hidden[inputs.last_rows[:entries]]
         self.model.logits(last, out=self._logits[:entries])
@@ -332,7 +353,7 @@ class DeviceStep:
         for score in launched.step.prompt_scores:
             count = score.end - score.start
             slot = int(launched.step.slots[score.entry])  # the host's: indexing with the device's would wait for it
-            targets = self.slots.token_ids[slot, score.start : score.end].long()
+            targets = counted_ids(self.slots.token_ids[slot, score.start : score.end].long())
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)
@@ -345,6 +366,7 @@ class DeviceStep:
         expected = torch.ones(step.num_rows, dtype=torch.bool)
         for row, run in step.embedding_runs:
             expected[row : row + len(run)] = False
+        expected[torch.from_numpy(step.starts[step.latent_inputs])] = False
         if not torch.equal(self.inputs.is_token_ids[: step.num_rows].cpu(), expected):
             raise MaskMismatch(f"is_token_ids differs from the schedule in a step of {step.num_rows} rows")
 

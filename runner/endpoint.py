@@ -32,6 +32,7 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     Ready,
     Rejected,
     RejectReason,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     # The engine brings torch, which takes seconds to import: workers are greeted meanwhile.
     from runner.engine import Engine
     from runner.grammar import GrammarCompiler
+    from runner.token_table import TokenTable
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Endpoint:
         self._last_heartbeat = 0.0
         self._store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
         self._grammars: GrammarCompiler | None = None
+        self._table: TokenTable | None = None
         self._pool = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
         self._compiling: dict[Key, list[Abort]] = {}
         """Requests whose grammar is being compiled, and what has come after them."""
@@ -99,9 +102,11 @@ class Endpoint:
 
     def set_ready(self, engine: Engine) -> None:
         from runner.grammar import GrammarCompiler
+        from runner.token_table import TokenTable
 
         info, trusted = engine.info, self._config.trust_remote_code
         self._grammars = GrammarCompiler(info.path, info.vocab_size, trust_remote_code=trusted)
+        self._table = TokenTable(engine.model, info.max_model_len, self._send)
         self._engine = engine
         self._set_status(Ready(engine.info))
 
@@ -171,6 +176,8 @@ class Endpoint:
             elif isinstance(message, WorkerGone):
                 with self._lock:
                     self._forget(message.worker)
+            elif isinstance(message, LookUp):
+                self._look_up(message, [frame.buffer for frame in frames[1:]])
             elif message.worker not in self._gone:
                 buffers = [frame.buffer for frame in frames[1:]]
                 if isinstance(message, Generate):
@@ -236,6 +243,12 @@ class Endpoint:
         if self._engine is not None:
             row_size = self._engine.info.hidden_size * self._engine.model.dtype.itemsize
             self._send(message.worker, answer(self._store, message, frames, row_size))
+
+    def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:
+        if self._table is None:
+            self._send(message.worker, Rejected(message.request, "queue_full", "The model is still loading."))
+        else:
+            self._table.look_up(message, frames)
 
     def _abort(self, message: Abort) -> None:
         with self._compiling_lock:

@@ -23,6 +23,7 @@ from runner.config import RunnerConfig
 from runner.default_model import default_model_path
 from runner.device_step import DeviceStep, Launched, max_admitted_rows
 from runner.grammar import FAILED, GrammarExecutor, MaskRow, Outcome
+from runner.hidden import PIECE_BYTES, pieces
 from runner.image_encoder import ImageEncoder
 from runner.kv_cache import KVCache, bytes_per_block
 from runner.limits import BadConfiguration, Limits, choose_device, choose_dtype, choose_limits, choose_num_blocks
@@ -95,6 +96,7 @@ class Engine:
             num_blocks=cache.num_blocks,
             max_num_seqs=limits.max_num_seqs,
             vision=vision_info(model, limits),
+            embedding_scale=model.embedding_scale,
         )
         self._images = None if model.vision is None else ImageEncoder(model.vision, self.device.stream)
         overlap = config.async_scheduling
@@ -288,7 +290,7 @@ class Engine:
         sequence = step.sequences[entry]
         assert sequence.matcher is not None  # noqa: S101 - the caller has looked
         params = sequence.request.sampling
-        made = int(step.positions[entry]) - sequence.request.prompt_len
+        made = int(step.positions[entry]) - sequence.request.answer_start
         return MaskRow(sequence.matcher, sequence.request.possible_stop_ids, made < params.min_tokens)
 
     def _retire_first(self) -> None:
@@ -313,6 +315,8 @@ class Engine:
         origin = self.scheduler.table.origin[step.slots]  # a copy: slots may be given to others now
         # Before the step is accounted for: the tokens that it sampled for these don't count.
         complete = self._end_by_grammar(launched.ends)
+        self._add_hidden(launched, complete, output)
+        self._keep_latents(launched)
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
         ended += complete + followed
@@ -330,7 +334,10 @@ class Engine:
             if logprobs:
                 out.logprobs.extend(map(logprobs.get, mine.tolist()))
         for end in ended:
-            output(end.sequence.request.key[0]).ends.append(_end_message(end))
+            out = output(end.sequence.request.key[0])
+            out.ends.append(_end_message(end))
+            if end.reason != "error":
+                out.hidden.extend(end.sequence.kept_hidden.messages(end.sequence.request, end.sequence.choice))
         # Once a request: siblings often end in the same step.
         for request in {end.sequence.request for end in ended}:
             self._release_rows(request)
@@ -381,6 +388,34 @@ class Engine:
                 entries = tuple(None if token <= EMBEDDING_ID else row for token, row in rows)
                 worker, number = sequence.request.key
                 output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
+
+    def _add_hidden(self, launched: Launched, complete: list[Ended], output: Callable[[int], StepOutput]) -> None:
+        """`complete`: sequences that end before the token which this step has sampled for them."""
+        if launched.hidden is None:
+            return
+        ended_now = {end.sequence for end in complete}
+        for run, rows in launched.hidden.by_run(launched.step.hidden_runs):
+            sequence = launched.step.sequences[run.entry]
+            request, count = sequence.request, run.end - run.start
+            if sequence.ended:  # no token is chosen from these, but a prompt's are wanted all the same
+                count = min(run.end, request.answer_start) - run.start if sequence in ended_now else 0
+            if count <= 0 or sequence.kept_hidden.takes(request.sampling, run, rows, count):
+                continue
+            worker, data = request.key[0], rows[:count]
+            if data.nbytes <= PIECE_BYTES:
+                output(worker).hidden.extend(pieces(request.key[1], sequence.choice, run.start, data))
+                continue
+            for piece in pieces(request.key[1], sequence.choice, run.start, data):
+                self._emit(worker, StepOutput([], [], [], hidden=[piece]))
+
+    @staticmethod
+    def _keep_latents(launched: Launched) -> None:
+        """A preempted sequence is given its latent rows again, like a prompt's embeddings."""
+        if launched.latents is None:
+            return
+        rows = launched.latents.view(torch.uint8).numpy()
+        for entry, row in zip(launched.step.latent_outputs.tolist(), rows, strict=True):
+            launched.step.sequences[entry].latents.append(row.copy())
 
     def _count(self, launched: Launched, sampled: int) -> None:
         self._step_stats.retired(launched.step, captured=launched.captured)

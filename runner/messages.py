@@ -7,11 +7,13 @@ array); `Generate` is followed by raw frames, in this order:
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
    row's bytes in the model's dtype; none for the rows of spans that name a stored embedding. Empty when there is none;
-3. only if `has_positions`: position ids, int32 [3, num_rows];
-4. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
+3. only if `has_hints`: int32 [num_embedding_rows], the token that a row stands for in the client's opinion, or
+   `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
+4. only if `has_positions`: position ids, int32 [3, num_rows];
+5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
    what the image processor made of it, float32; empty where the span names a stored embedding.
 
-`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 4.
+`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
 """
@@ -58,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How one request's tokens are chosen. Validated by the worker; the runner only re-checks token ids."""
 
     max_tokens: int
-    """At least 1 and at most max_model_len - prompt length; 0 only together with `prompt_logprobs` (scoring)."""
+    """At least 1 and at most what the prompt and `latent_steps` leave of max_model_len; 0 only together with
+    `prompt_logprobs` (scoring) or `return_hidden_states`."""
     min_tokens: int = 0
     """No id of `stop_token_ids` is sampled before so many tokens."""
     temperature: float = 1.0
@@ -87,6 +90,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """What the answer must match, as llguidance takes it (JSON or Lark text). The worker has compiled it once, under
     limits of time, and so knows that it is valid. Empty: anything. A choice whose grammar is complete ends with reason
     "stop"."""
+    return_hidden_states: Literal["", "last", "answer", "all", "mean"] = ""
+    """Which last hidden states (behind the final norm) are sent as `HiddenRows`, by position: that at p is what the
+    token at p + 1 is chosen from. Of a prompt of P rows and an answer of G tokens:
+
+    "last": that from which the answer's last token was chosen, with the end (G = 0: the prompt's last row's);
+    "answer": P - 1 … P + G - 2, one a token, as they come (G = 0: the prompt's last row's);
+    "all": 0 … P + G - 2 (G = 0: 0 … P - 1), as they come. Choices other than the first are not sent the prompt's again:
+    theirs begin at P - 1. The first choice reads no cached prefix;
+    "mean": the mean over the prompt's rows, with the end. Needs `max_tokens` 0 and one choice; reads no cached prefix.
+
+    Latent steps count as rows of the prompt.
+    """
+    latent_steps: int = 0
+    """So many rows follow the prompt before the first token is chosen, each the last hidden state of the row before it.
+    They take positions of the context like any others."""
 
     @property
     def is_plain(self) -> bool:
@@ -151,6 +169,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     """Whose it is: the number of an API key of the server's, from 0 on. Limits and turns are by client."""
     has_positions: bool = False
     """The rows' position ids are given (`VisionInfo.mrope` models). Else row i is at position i."""
+    has_hints: bool = False
+    """Whether there is a frame of hints."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -160,6 +180,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     request: int
     choice: int = -1
     """-1: every choice."""
+
+
+class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
+    """Asks for the model's own input rows. Followed by one raw frame: `token_ids`, int32 [n], native byte order.
+    Answered by `TokenRows`, or by `Rejected`. `request` is drawn from the same numbers as `Generate.request`."""
+
+    worker: int
+    request: int
 
 
 class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
@@ -274,6 +302,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_seqs: int
     vision: VisionInfo | None = None
     """None: it takes no images."""
+    embedding_scale: float = 1.0
+    """What the model's own look-up multiplies table rows by (Gemma: the square root of the hidden size)."""
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -376,12 +406,31 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt positions start, start + 1, …; None where the row is an embedding. Every position from 1 on is sent
-    exactly once, in order."""
+    """Prompt positions start, start + 1, …; None where the row is an embedding without a hint. Every position from 1 on
+    is sent exactly once, in order."""
 
     request: int
     start: int
     entries: tuple[TokenLogprobs | None, ...]
+
+
+class HiddenRows(msgspec.Struct, frozen=True, array_like=True):
+    """Last hidden states of one choice at positions start, start + 1, … (see `SamplingParams.return_hidden_states`)."""
+
+    request: int
+    choice: int
+    start: int
+    rows: bytes
+    """[n, hidden_size], the model's dtype, C order; for "mean" float32 [1, hidden_size]."""
+
+
+class TokenRows(msgspec.Struct, frozen=True, array_like=True, tag="token_rows"):
+    """A part of the answer to a `LookUp`; the parts come in order."""
+
+    request: int
+    rows: bytes
+    """[n, hidden_size], the model's dtype, C order."""
+    is_last: bool
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -419,11 +468,13 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     started: list[Started] = []
     prompt_logprobs: list[PromptLogprobs] = []
     ends: list[End] = []
+    hidden: list[HiddenRows] = []
+    """May come ahead of `started`, in messages of their own where there are many."""
 
 
 ToStore = PutRows | FindRows | ListRows | DeleteRows
-ToRunner = Hello | Generate | Abort | WorkerGone | ToStore
-FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput | StoreAnswer
+ToRunner = Hello | Generate | Abort | LookUp | WorkerGone | ToStore
+FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput | TokenRows | StoreAnswer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_runner = msgspec.msgpack.Decoder(ToRunner).decode

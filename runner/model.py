@@ -60,6 +60,12 @@ class Model:
         return self._embedding.weight.data if type(self._embedding) is nn.Embedding else None
 
     @property
+    def embedding_scale(self) -> float:
+        """What `embed` multiplies rows of the table by, rounded as it is there."""
+        scale = float(getattr(self._embedding, "embed_scale", 1.0))
+        return float(torch.tensor(scale, dtype=self.dtype))
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 

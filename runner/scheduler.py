@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
 from runner.fair_queue import FairQueue
-from runner.messages import FinishReason
+from runner.hidden import NO_POSITION
+from runner.messages import EMBEDDING_ID, FinishReason
 from runner.sequence import Key, Request, Sequence
-from runner.step import Admission, PromptScore, Step
+from runner.step import Admission, HiddenRun, PromptScore, Step
 
 _SMALL_PADDING = 128
 """Rows; a step's weights have to be read for few rows as for many."""
@@ -41,6 +42,10 @@ class SlotTable:
         self.known: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Rows whose token ids have arrived: `length` less what is in flight."""
         self.prompt_len: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.answer_start: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """`Request.answer_start`: behind the prompt, and behind its latent steps."""
+        self.admitted: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        """Rows known at the admission. Later ones are known to the device first."""
         self.limit: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.published: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         """Blocks offered to the prefix cache."""
@@ -56,6 +61,8 @@ class SlotTable:
         """Has rows left to launch."""
         self.asks: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Its sampling asks for more than a temperature."""
+        self.hidden_from: NDArray[np.int32] = np.full(num_slots, NO_POSITION, np.int32)
+        """`Sequence.hidden_from`."""
         self.stop_ids: NDArray[np.int32] = np.full((num_slots, 4), -1, np.int32)
         self.free = list(range(num_slots - 1, -1, -1))
 
@@ -237,9 +244,10 @@ class Scheduler:
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
         if not sequence.scores_prompt:
-            # The last row is always computed: its logits are what the next token is sampled from.
+            # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
+            # hidden states are wanted: the cache has none.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
-            cached = self.pool.acquire(links[: (known - 1) // self.block_size])
+            cached = self.pool.acquire(links[: min(known - 1, sequence.hidden_from) // self.block_size])
             if request.two_way:
                 cached = self._cut_back(request, cached)
         missing = -(-known // self.block_size) - len(cached)
@@ -262,7 +270,8 @@ class Scheduler:
         table.num_blocks[slot] = len(blocks)
         table.length[slot] = table.known[slot] = known
         table.computed[slot] = computed
-        table.prompt_len[slot] = request.prompt_len
+        table.prompt_len[slot], table.answer_start[slot] = request.prompt_len, request.answer_start
+        table.admitted[slot] = known
         table.limit[slot] = sequence.limit
         table.published[slot] = len(cached)
         table.admission[slot] = sequence.admission = self._admissions
@@ -270,6 +279,7 @@ class Scheduler:
         table.client[slot] = request.client
         table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
         table.asks[slot] = not request.sampling.is_plain
+        table.hidden_from[slot] = sequence.hidden_from
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
         sequence.slot = slot
@@ -293,16 +303,23 @@ class Scheduler:
         prompt_len = table.prompt_len[slots]
         prompt_rows = int((np.minimum(computed, prompt_len) - np.minimum(before, prompt_len)).sum())
         samples = reaches_end & (table.length[slots] < table.limit[slots])
+        latent = samples & (table.length[slots] < table.answer_start[slots])
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        step = Step(slots, starts, computed, new_blocks, samples, samples & table.asks[slots], table.length[slots],
+        asking = samples & table.asks[slots] & ~latent
+        step = Step(slots, starts, computed, new_blocks, samples, asking, table.length[slots],
                     num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
-        for entry in np.nonzero(before < table.prompt_len[slots])[0].tolist():
+        step.latent_outputs = np.nonzero(latent)[0]
+        step.latent_inputs = np.nonzero((before >= table.admitted[slots]) & (before < table.answer_start[slots]))[0]
+        for entry in np.nonzero(before < table.admitted[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
+        for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
+            self._add_hidden_run(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
         self.waiting.charge_tokens(table.client[slots[samples]])
-        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots]))
+        # An answer's last token is never computed; a latent step is, be it the last of all rows.
+        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots])) | latent
         table.in_flight[slots] += 1
         self.num_in_flight += 1
         return step
@@ -311,9 +328,9 @@ class Scheduler:
         """The parts of a step that only a chunk of a prompt has: its embedding rows, and the rows to score."""
         sequence, end = step.sequences[entry], int(step.computed[entry])
         request, first_row = sequence.request, int(step.starts[entry])
-        for position, rows in request.embedding_rows(start, end):
+        for position, rows in sequence.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
-        if request.position_ids is not None:
+        if request.position_ids is not None and start < request.prompt_len:
             step.position_runs.append((first_row, request.position_ids[:, start:end]))
         top = request.sampling.prompt_logprobs
         if top is not None and sequence.scores_prompt:
@@ -324,6 +341,15 @@ class Scheduler:
                 score = PromptScore(entry, first_row + score_start - 1 - start, score_start, score_end, top)
                 step.prompt_scores.append(score)
                 sequence.prompt_logprobs_sent = score_end
+
+    def _add_hidden_run(self, step: Step, entry: int, start: int) -> None:
+        """The rows of an entry whose hidden states are wanted. (After a preemption, some may have been taken.)"""
+        sequence, end = step.sequences[entry], int(step.computed[entry])
+        first = max(start, sequence.hidden_from)
+        summed = sequence.request.sampling.return_hidden_states == "mean"
+        step.hidden_runs.append(HiddenRun(entry, int(step.starts[entry]) + first - start, first, end, summed))
+        sequence.hidden_from = end
+        self.table.hidden_from[sequence.slot] = end
 
     def _preempt_newest(self) -> None:
         """Takes slot and blocks from the sequence admitted last, of the least urgent; it waits in front of its equals,
@@ -345,26 +371,29 @@ class Scheduler:
             tokens: [E], read where `step.samples`.
 
         Returns:
-            The entries whose token counts (ended sequences' don't), and the sequences that ended with this step.
+            The entries whose token counts (ended sequences' and latent steps' don't), and the sequences that ended
+            with this step.
         """
         table = self.table
         self.num_in_flight -= 1
         live = ~table.ended[step.slots]
         entries = np.nonzero(step.samples & live)[0]
-        slots, new = step.slots[entries], tokens[entries]
+        slots = step.slots[entries]
+        latent = step.positions[entries] < table.answer_start[slots]
+        new = np.where(latent, EMBEDDING_ID, tokens[entries])
         table.token_ids[slots, step.positions[entries]] = new
         table.known[slots] = step.positions[entries] + 1
         self._publish(step, np.nonzero(live)[0])
 
-        stopped = (table.stop_ids[slots] == new[:, None]).any(1)
-        full = table.known[slots] == table.limit[slots]
+        stopped = (table.stop_ids[slots] == new[:, None]).any(1) & ~latent
+        full = (table.known[slots] == table.limit[slots]) & ~latent
         ended: list[Ended] = []
         for i in np.nonzero(stopped | full)[0].tolist():
             sequence = step.sequences[entries[i]]
             ended.append(Ended(sequence, "stop", int(new[i])) if stopped[i] else Ended(sequence, "length"))
         # A sequence that samples nothing at all (max_tokens 0) ends with its prompt's last row.
         scored = live & ~step.samples & (step.computed == table.limit[step.slots])
-        scored &= table.limit[step.slots] == table.prompt_len[step.slots]
+        scored &= table.limit[step.slots] == table.answer_start[step.slots]
         ended += [Ended(step.sequences[entry], "length") for entry in np.nonzero(scored)[0].tolist()]
 
         table.in_flight[step.slots] -= 1
@@ -372,7 +401,7 @@ class Scheduler:
             self._end(end.sequence)
         for entry in np.nonzero(~live)[0].tolist():
             self._release_if_ended(step.sequences[entry])
-        return entries, ended
+        return entries[~latent], ended
 
     def _publish(self, step: Step, entries: NDArray[np.intp]) -> None:
         """Offers the blocks that this step completed to the prefix cache, and lets waiting siblings in."""

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from runner.block_hash import BlockHashes, TwoWaySpan, position_offset
 from runner.embedding_store import StoredRows
 from runner.grammar import Matcher
+from runner.hidden import NO_POSITION, KeptHidden, first_hidden
+from runner.hints import hinted_ids
 from runner.images import ImageInput, InvalidImage, image_inputs
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, VisionInfo
 
@@ -56,6 +58,9 @@ class Request:
     has_left_queue: bool = False
     """A sequence of it has had a slot, or all have ended."""
     arrived: float = field(default_factory=time.monotonic)
+    slot_ids: NDArray[np.int32] | None = None
+    """[prompt_len]: `token_ids` as the slots hold them where some embedding rows have hints (`runner.hints`). The
+    host's own ids, and with them the cache's keys, know nothing of hints."""
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
     on_release: Callable[[], None] = lambda: None
@@ -70,6 +75,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def answer_start(self) -> int:
+        """The position of the answer's first token: behind the latent steps."""
+        return len(self.token_ids) + self.sampling.latent_steps
 
     @cached_property
     def position_offset(self) -> int:
@@ -108,15 +118,21 @@ class Request:
             InvalidRequest
         """
         spans, sampling = message.spans, message.sampling
-        first_span = 3 if message.has_positions else 2
+        after_hints = 3 if message.has_hints else 2
+        first_span = after_hints + message.has_positions
         if len(frames) != first_span + len(spans) or frames[0].nbytes % 4:
             raise InvalidRequest("malformed frames")
         token_ids = np.frombuffer(frames[0], np.int32)
         prompt_len = len(token_ids)
-        if not 1 <= prompt_len <= max_model_len or prompt_len + sampling.max_tokens > max_model_len:
+        rows = prompt_len + sampling.latent_steps + sampling.max_tokens
+        if not 1 <= prompt_len <= max_model_len or rows > max_model_len or sampling.latent_steps < 0:
             raise InvalidRequest(f"prompt and answer must fit in {max_model_len} rows")
-        if message.n < 1 or sampling.max_tokens < (0 if sampling.prompt_logprobs is not None else 1):
+        may_be_silent = sampling.prompt_logprobs is not None or sampling.return_hidden_states != ""
+        if message.n < 1 or sampling.max_tokens < (0 if may_be_silent else 1):
             raise InvalidRequest("n and max_tokens must be at least 1")
+        alone = (message.n, sampling.max_tokens, sampling.latent_steps) == (1, 0, 0)
+        if sampling.return_hidden_states == "mean" and not alone:
+            raise InvalidRequest("a mean is of one prompt without an answer")
         embedding = token_ids == EMBEDDING_ID
         if token_ids.max() >= vocab_size or token_ids.min() < EMBEDDING_ID:
             raise InvalidRequest(f"token ids must be below {vocab_size}")
@@ -142,7 +158,7 @@ class Request:
         salt = message.cache_salt.encode()
         if private_cache:
             salt += b"\0%d,%d" % (message.worker, message.request)
-        position_ids = _positions(frames[2], prompt_len, vision) if message.has_positions else None
+        position_ids = _positions(frames[after_hints], prompt_len, vision) if message.has_positions else None
         two_way = _two_way(spans, digests, vision)
         try:
             images = image_inputs(spans, frames[first_span:], digests, vision)
@@ -167,6 +183,7 @@ class Request:
             position_ids=position_ids,
             priority=message.priority,
             client=message.client,
+            slot_ids=_slot_ids(token_ids, embedding, frames[2], vocab_size) if message.has_hints else None,
         )
 
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
@@ -226,6 +243,20 @@ def _all_digests(spans: tuple[Span, ...], own: bytes, stored: tuple[StoredRows, 
     return b"".join(digests)
 
 
+def _slot_ids(
+    token_ids: NDArray[np.int32], embedding: NDArray[np.bool_], frame: memoryview, vocab_size: int
+) -> NDArray[np.int32]:
+    """Raises InvalidRequest."""
+    if frame.nbytes != 4 * int(embedding.sum()):
+        raise InvalidRequest("hints must match the embedding rows")
+    hints = np.frombuffer(frame, np.int32)
+    if len(hints) and not EMBEDDING_ID <= int(hints.min()) <= int(hints.max()) < vocab_size:
+        raise InvalidRequest(f"hints must be below {vocab_size}")
+    slot_ids = token_ids.copy()
+    slot_ids[embedding] = hinted_ids(hints)
+    return slot_ids
+
+
 @dataclass(eq=False)
 class Sequence:
     """One choice of a request. While it runs, `slot` says where its counters live (`scheduler.SlotTable`)."""
@@ -246,6 +277,12 @@ class Sequence:
     """The sibling that computes the prompt's blocks, until it has."""
     matcher: Matcher | None = None
     """What its tokens must follow. Knows every token that has retired, and none that is in flight."""
+    hidden_from: int = NO_POSITION
+    """The hidden states from this position on are wanted and not taken yet."""
+    kept_hidden: KeptHidden = field(default_factory=KeptHidden)
+    """What of them is sent with its end."""
+    latents: list[NDArray[np.uint8]] = field(default_factory=list)
+    """The rows of its latent steps that have retired: their bytes in the model's dtype."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -255,7 +292,16 @@ class Sequence:
     @property
     def limit(self) -> int:
         """Rows at which the sequence ends with reason "length"."""
-        return self.request.prompt_len + self.request.sampling.max_tokens
+        return self.request.answer_start + self.request.sampling.max_tokens
+
+    def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
+        """Those among known rows start … end - 1, as `Request.embedding_rows` has them: the prompt's, and latent steps
+        from before a preemption."""
+        runs, prompt_len = self.request.embedding_rows(start, end), self.request.prompt_len
+        first, last = max(start, prompt_len), min(end, prompt_len + len(self.latents))
+        if first < last:
+            runs.append((first, np.stack(self.latents[first - prompt_len : last - prompt_len])))
+        return runs
 
     @staticmethod
     def of_request(request: Request) -> list[Sequence]:
@@ -264,6 +310,8 @@ class Sequence:
         sequences = [Sequence(request, choice, request.hashes.fork(), request.token_ids) for choice in range(request.n)]
         for sibling in sequences[1:]:
             sibling.waits_for = sequences[0]
+        for sequence in sequences:
+            sequence.hidden_from = first_hidden(request.sampling, request.answer_start, sequence.choice)
         if request.sampling.grammar:
             for sequence, matcher in zip(sequences, request.matchers, strict=True):
                 sequence.matcher = matcher

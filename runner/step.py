@@ -37,6 +37,19 @@ class PromptScore:
 
 
 @dataclass(eq=False)
+class HiddenRun:
+    """An entry some of whose rows' hidden states leave the device: prompt or answer positions start … end - 1."""
+
+    entry: int
+    first_row: int
+    """Row of the step at position `start`."""
+    start: int
+    end: int
+    summed: bool
+    """Only their sum is wanted."""
+
+
+@dataclass(eq=False)
 class Step:
     """Entries are packed one behind the other, those with one row (decodes) first. E entries, T rows."""
 
@@ -64,6 +77,11 @@ class Step:
     position_runs: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
     """(row of the step of the first, their position ids, [3, n]) for every run of prompt rows that has such."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
+    hidden_runs: list[HiddenRun] = field(default_factory=list)
+    latent_inputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Entries whose one row is the hidden state that the step before has left on the device."""
+    latent_outputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """Entries whose next row is this step's hidden state; the token that is sampled for them counts for nothing."""
 
     @property
     def num_entries(self) -> int:

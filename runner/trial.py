@@ -110,7 +110,7 @@ def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size:
             peak += forward
     del batch, token_ids, hidden, logits
     torch.cuda.empty_cache()
-    state = limits.max_num_seqs * limits.max_model_len * 4 + 2 * rows * model.hidden_size * model.dtype.itemsize
+    state = limits.max_num_seqs * limits.max_model_len * 4 + 3 * rows * model.hidden_size * model.dtype.itemsize
     chunk = int(rows * PREFILL_SECONDS / seconds) // _CHUNK_STEP * _CHUNK_STEP
     return LargestStep(int(peak * 1.1) + state + (512 << 20), min(max(chunk, _CHUNK_STEP), rows))
 

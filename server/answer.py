@@ -1,14 +1,13 @@
 """The answer to one HTTP request: all its choices, from the engine's events to deltas.
 
-`open_answer` queues the prompts; `Answer.deltas` is read to its end by a route, whole or streamed; `Answer.close`
-aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the choice's own.
+`open_answer` queues the prompts; what they become is taken from the `Answer` as deltas, whole or streamed;
+`Answer.close` aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the choice's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
 from server.generation import ChoiceEvent
+from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
 from server.request_context import current_request
 from server.sampling import common_params, params_for_prompt
@@ -47,6 +47,7 @@ class PromptAnswer:
         prompt_logprobs: bool,
         skip_special_tokens: bool,
         shown_special: frozenset[int] = frozenset(),
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.num_rows = len(prompt)
         self.first_index = first_index
@@ -66,29 +67,36 @@ class PromptAnswer:
             )
             for each in range(n)
         ]
+        self._hidden = hidden
         self._prompt_logprobs = prompt_logprobs
         if not self._missing:
             self._add_prompt_records()
 
-    def feed(self, event: ChoiceEvent) -> Iterator[Delta]:
+    def feed(self, event: ChoiceEvent) -> Sequence[Delta]:
         if event.started is not None and event.choice == 0:
             self.cached_tokens = event.started.cached_tokens
-        if self._missing:
-            for part in event.prompt_logprobs:
-                self.entries.extend(part.entries)
-                self._missing -= len(part.entries)
-            self._early.append(event)
-            if self._missing > 0:
-                return
-            self._missing = 0
-            self._add_prompt_records()
-            ready, self._early = self._early, []
-        else:
-            ready = [event]
-        for each in ready:
-            delta = self.choices[each.choice].feed(each.tokens, each.logprobs, each.end)
-            if delta is not None:
-                yield delta
+        if event.hidden and self._hidden is not None:
+            self._hidden.add(event.hidden)
+        if not self._missing:
+            delta = self._feed_choice(event)
+            return () if delta is None else (delta,)
+        for part in event.prompt_logprobs:
+            self.entries.extend(part.entries)
+            self._missing -= len(part.entries)
+        self._early.append(event)
+        if self._missing > 0:
+            return ()
+        self._missing = 0
+        self._add_prompt_records()
+        early, self._early = self._early, []
+        return [delta for delta in map(self._feed_choice, early) if delta is not None]
+
+    def _feed_choice(self, event: ChoiceEvent) -> Delta | None:
+        choice = self.choices[event.choice]
+        delta = choice.feed(event.tokens, event.logprobs, event.end)
+        if self._hidden is not None and delta is not None and delta.finish_reason is not None:
+            delta.hidden = self._hidden.take(event.choice, choice.num_tokens)
+        return delta
 
     def _add_prompt_records(self) -> None:
         if self._echo is not None and self._prompt_logprobs:
@@ -98,10 +106,11 @@ class PromptAnswer:
 
 
 class _Echo:
-    """The prompt as text, and where in it each token begins."""
+    """The prompt as text, and where in it each token begins. A soft prompt before it has no text."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._token_ids = prompt.token_ids
+        self._soft_rows = prompt.soft_rows
         detokenizer = tokenizer.detokenizer((), at_start=True, skip_special_tokens=skip_special_tokens)
         pieces = [detokenizer.push(token_id) for token_id in prompt.token_ids]
         # Not flushed: half a character at its end is for the choice to complete.
@@ -111,7 +120,7 @@ class _Echo:
 
     def records(self, entries: Sequence[TokenLogprobs | None]) -> list[TokenRecord]:
         records, offset = [], 0
-        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries, strict=True):
+        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries[self._soft_rows :], strict=True):
             # A normalised text's pieces may add up to more than the text that was sent.
             records.append(TokenRecord(token_id, entry, min(offset, len(self.text))))
             offset += len(piece)
@@ -156,6 +165,7 @@ class Answer:
         self._batch = batch
         self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
+        self._unfinished = sum(len(each.choices) for each in prompts)
         self._aborted = False
 
     @property
@@ -164,21 +174,47 @@ class Answer:
         cached = sum(each.cached_tokens for each in self.prompts)
         return Usage(self._prompt_tokens, self._completion_tokens, cached)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has its `finish_reason`."""
+        return not self._unfinished
+
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have `on_news` called, in the caller's context, when there may be something to `take`; None: no more."""
+        self._batch.listen(on_news)
+
+    def take(self) -> Sequence[Delta] | None:
+        """What one event of the engine has become, which may be nothing; None: there is no event at the moment.
+        Raises APIError, also when none will come any more though the answer is not complete."""
+        taken = self._batch.take()
+        if taken is None:
+            if self._unfinished and self._batch.has_ended:
+                raise RequestAborted if self._aborted else EngineFailed
+            return None
+        index, event = taken
+        prompt = self.prompts[index]
+        deltas = prompt.feed(event)
+        for delta in deltas:
+            self._completion_tokens += delta.num_new_tokens
+            if delta.finish_reason is not None:
+                self._unfinished -= 1
+                if isinstance(delta.stop_reason, str):  # a stop string, of which the engine knows nothing
+                    self._batch.abort(index, delta.index - prompt.first_index)
+        return deltas
+
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Until every choice has its `finish_reason`. Raises APIError."""
-        unfinished = sum(len(each.choices) for each in self.prompts)
-        async with aclosing(self._batch.events()) as events:
-            async for index, event in events:
-                prompt = self.prompts[index]
-                for delta in prompt.feed(event):
-                    if delta.finish_reason is not None:
-                        unfinished -= 1
-                        if isinstance(delta.stop_reason, str):  # a stop string, of which the engine knows nothing
-                            self._batch.abort(index, delta.index - prompt.first_index)
-                    self._completion_tokens += delta.num_new_tokens
-                    yield delta
-        if unfinished:
-            raise RequestAborted if self._aborted else EngineFailed
+        """All of them, until the answer is complete. Raises APIError."""
+        news = asyncio.Event()
+        self.listen(news.set)
+        try:
+            while not self.is_complete:
+                await news.wait()
+                news.clear()
+                while (deltas := self.take()) is not None:
+                    for delta in deltas:
+                        yield delta
+        finally:
+            self.listen(None)
 
     def abort(self) -> None:
         """End every choice; whoever reads the deltas gets RequestAborted."""
@@ -207,6 +243,7 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
+    services.rows_out.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
     _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -260,6 +297,7 @@ async def sampling_params(
         for prompt in prompts
     ]
     _check_size(prompts, sampling, request.num_made)
+    hidden_bytes(request, [len(each) for each in prompts], sampling, services.model)
     return sampling
 
 
@@ -297,6 +335,7 @@ def _prompt_answer(
         client_stop_ids=frozenset(request.stop_token_ids or ()),
         keep_records=keep_records or params.logprobs is not None or bool(request.return_token_ids),
     )
+    mode = request.return_hidden_states
     return PromptAnswer(
         prompt,
         first_index,
@@ -307,4 +346,5 @@ def _prompt_answer(
         prompt_logprobs=params.prompt_logprobs is not None,
         skip_special_tokens=request.skip_special_tokens is not False,
         shown_special=shown_special,
+        hidden=None if mode is None else HiddenStates(mode, len(prompt) + params.latent_steps, n, services.model),
     )

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from server import abort, chat, completions, models, prompt_embeds, render, tokenize
+from server import (
+    abort,
+    chat,
+    completions,
+    models,
+    prompt_embeds,
+    render,
+    text_embeddings,
+    token_embeddings,
+    tokenize,
+)
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
@@ -14,6 +24,8 @@ from server.errors import install_error_handlers
 from server.gate import Gate
 from server.lifecycle import Lifecycle
 from server.openapi import install_openapi
+from server.playground import Playground
+from server.playground import router as playground_router
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 from server.responses import routes as responses
@@ -28,8 +40,11 @@ def create_app(
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
-    for module in (completions, chat, responses, prompt_embeds, render, models, tokenize, abort):
+    routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)
+    for module in (*routes, render, models, tokenize, abort):
         app.include_router(module.router)
+    if config.playground:
+        app.include_router(playground_router)
     install_openapi(app, config.model_names)
 
     def body_limit() -> int:
@@ -44,6 +59,8 @@ def create_app(
     app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
     if config.cors_origins:
         app.add_middleware(CrossOrigin, origins=config.cors_origins)
+    if config.playground:
+        app.add_middleware(Playground)
     names = [key.name for key in config.keys]
     app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
     return app

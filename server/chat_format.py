@@ -20,6 +20,7 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    is_text_only = True
 
     def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services) -> None:
         self._with_logprobs = bool(request.logprobs)
@@ -41,6 +42,8 @@ class ChatFormat:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if choice.hidden is not None:
+            body["hidden_states"] = choice.hidden.body()
         if self._with_ids:
             body["token_ids"] = [record.token_id for record in choice.tokens]
         return body
@@ -52,8 +55,7 @@ class ChatFormat:
         if delta.text or delta.tokens:
             yield self._chunk(delta.index, {"content": delta.text}, delta.tokens)
         if delta.finish_reason is not None:
-            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            yield self._chunk(delta.index, {}, ()) | end
+            yield self._end_chunk(delta, delta.finish_reason)
 
     def extras(self) -> Json:
         extras: Json = {"service_tier": "default"} if self._service_tier is not None else {}
@@ -63,7 +65,7 @@ class ChatFormat:
             extras["prompt_logprobs"] = self._logprobs.prompt(self._prompt_logprobs, self._prompt_top)
         return extras
 
-    def _chunk(self, index: int, delta: Json, tokens: tuple[()] | list[TokenRecord]) -> Json:
+    def _chunk(self, index: int, delta: Json, tokens: Sequence[TokenRecord]) -> Json:
         body: Json = {
             "index": index,
             "delta": delta,
@@ -74,12 +76,20 @@ class ChatFormat:
             body["token_ids"] = [record.token_id for record in tokens]
         return body
 
+    def _end_chunk(self, delta: Delta, reason: str | None) -> Json:
+        end: Json = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+        if delta.hidden is not None:
+            end["hidden_states"] = delta.hidden.body()
+        return self._chunk(delta.index, {}, ()) | end
+
     def usage_details(self) -> Json:
         return {}
 
 
 class PartsFormat(ChatFormat):
     """For models that reason, and requests with tools."""
+
+    is_text_only = False
 
     def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services, rules: PartsRules) -> None:
         super().__init__(request, prompt_ids, services)
@@ -98,15 +108,14 @@ class PartsFormat(ChatFormat):
         parts = self._parts(index)
         if delta.is_first:
             yield self._chunk(index, {"role": "assistant", "content": ""}, ())
-        tokens: tuple[()] | list[TokenRecord] = delta.tokens
+        tokens = delta.tokens
         for part in parts.add(delta.text, delta.tokens, is_last=delta.finish_reason is not None):
             yield self._chunk(index, _delta(part), tokens)
             tokens = ()
         if tokens and (self._with_ids or self._with_logprobs):
             yield self._chunk(index, {"content": ""}, tokens)
         if delta.finish_reason is not None:
-            end = {"finish_reason": parts.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
-            yield self._chunk(index, {}, ()) | end
+            yield self._end_chunk(delta, parts.finish_reason(delta.finish_reason))
 
     def usage_details(self) -> Json:
         if self._rules.reasoning is None:
@@ -138,6 +147,11 @@ class ChoiceParts:
     def reasoning_end(self) -> int | None:
         """How many characters of the text belong to the reasoning; None: all so far."""
         return self._parts.reasoning_end
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may be the beginning of the reasoning or of the content."""
+        return self._parts.is_undecided
 
     @property
     def reasoning_tokens(self) -> int:

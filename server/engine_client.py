@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from runner.messages import (
@@ -28,6 +29,7 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     ModelInfo,
     Ready,
     Rejected,
@@ -35,12 +37,14 @@ from runner.messages import (
     Stats,
     StepOutput,
     StoreAnswer,
+    TokenRows,
     WorkerGone,
     decode_from_runner,
     encode,
 )
 from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
 from server.generation import ChoiceEvent, GenerationStream, Inbox
+from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
@@ -92,6 +96,7 @@ class EngineClient:
         self._worker = worker
         self.stored = StoredEmbeddings(worker, self._send, self._check_running, max_unaccepted_bytes)
         self._requests: dict[int, Inbox] = {}
+        self._look_ups = LookUps()
         self._ids = itertools.count(1)
         self._unsent: list[bytes] = []
         """Aborts and the like that found the socket full: the messages that must not be lost."""
@@ -167,10 +172,9 @@ class EngineClient:
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
         client = (inbox.context and inbox.context.api_key) or 0
-        positions = () if prompt.positions is None else (prompt.positions.data.cast("B"),)
         message = Generate(
             self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client,
-            has_positions=bool(positions),
+            has_positions=prompt.positions is not None, has_hints=prompt.hint_ids is not None,
         )  # fmt: skip
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
@@ -179,7 +183,7 @@ class EngineClient:
             inbox.context.on_end.append(stream.abort)
         self._timeouts.start(inbox, self._give_up)
         try:
-            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *positions, *prompt.rows):
+            if not self._send(encode(message), *prompt.frames):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
             while not inbox.accepted and inbox.error is None:
                 await inbox.wait()
@@ -193,6 +197,19 @@ class EngineClient:
         self.metrics.embedding_rows.add(sum(span.length for span in prompt.spans))
         self.metrics.embedding_bytes.add(row_bytes)
         return stream
+
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The model's own input rows of these ids (at least one): their bytes in the model's dtype, in pieces.
+
+        Raises QueueFull (429), InvalidRequest (400), Unavailable and EngineFailed (503).
+        """
+        self._check_running()
+        number = next(self._ids)
+        async with self._look_ups.open(number, self._live_seconds) as answer:
+            ids = np.array(token_ids, dtype=np.int32)
+            if not self._send(encode(LookUp(self._worker, number)), ids.data):
+                raise QueueFull("The engine is not taking requests fast enough.")
+            return await answer
 
     def abort(self, inbox: Inbox, choice: int) -> None:
         """For the streams: tell the runner."""
@@ -218,6 +235,7 @@ class EngineClient:
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
         self.stored.fail(EngineFailed(message))
+        self._look_ups.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -299,6 +317,8 @@ class EngineClient:
             inbox = self._requests.get(message.request)
             if inbox is not None:
                 inbox.accept()
+        elif isinstance(message, TokenRows):
+            self._look_ups.add(message)
         elif isinstance(message, Rejected):
             self._on_rejected(message)
         elif isinstance(message, StoreAnswer):
@@ -325,14 +345,16 @@ class EngineClient:
 
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
+        wait = max(1, math.ceil(message.retry_after))
+        error: APIError = QueueFull(message.message, retry_after=wait)
+        if message.reason == "invalid":
+            error = InvalidRequest(message.message)
+        elif message.reason == "not_found":  # it was there when the prompt was made
+            error = NoSuchEmbedding("prompt")
         if inbox is not None:
-            wait = max(1, math.ceil(message.retry_after))
-            error: APIError = QueueFull(message.message, retry_after=wait)
-            if message.reason == "invalid":
-                error = InvalidRequest(message.message)
-            elif message.reason == "not_found":  # it was there when the prompt was made
-                error = NoSuchEmbedding("prompt")
             self._refuse(inbox, error, message.reason)
+        else:
+            self._look_ups.reject(message.request, error)
 
     def _on_step(self, step: StepOutput) -> None:
         """Hand out one step's output. Runs once per step, its loop once per token: keep it short."""
@@ -344,6 +366,9 @@ class EngineClient:
         for entries in step.prompt_logprobs:
             if (inbox := requests.get(entries.request)) is not None:
                 inbox.add_prompt_logprobs(entries)
+        for rows in step.hidden:
+            if (inbox := requests.get(rows.request)) is not None:
+                inbox.add_hidden(rows)
         logprobs = step.logprobs or itertools.repeat(None)
         before: list[float] = []
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.embeddings_schema import EmbeddingRequest, TokenEmbeddingsRequest
 from server.responses.schema import ResponseRequest
 from server.schemas import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -17,6 +18,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
+    EmbeddingRequest,
+    TokenEmbeddingsRequest,
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
@@ -28,6 +31,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
     "ChatRequest": {"messages": _HELLO, "max_tokens": 8, "temperature": 0},
     "ResponseRequest": {"input": "Hello", "max_output_tokens": 8, "temperature": 0},
+    "EmbeddingRequest": {"input": "The capital of France is Paris."},
+    "TokenEmbeddingsRequest": {"input": "The capital of France is"},
     "TokenizeRequest": {"messages": _HELLO},
     "DetokenizeRequest": {"tokens": [5, 6, 7]},
     "AbortRequest": {"id": "cmpl-00000000000000000000000000000000"},
@@ -60,9 +65,11 @@ _ERROR_RESPONSE = {
 }
 
 
-def json_body(schema: type[BaseModel], *, streams: bool = False, tensors: bool = False) -> dict[str, Any]:
+def json_body(
+    schema: type[BaseModel], *, streams: bool = False, tensors: bool = False, raw: str = ""
+) -> dict[str, Any]:
     """A route's `openapi_extra`. `streams`: it may also answer with server-sent events. `tensors`: it also takes
-    multipart bodies."""
+    multipart bodies. `raw`: the media type of bytes with which it may also answer."""
     ref = {"$ref": _REF.format(model=schema.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": ref, "example": _EXAMPLES[schema.__name__]}}
     if tensors:
@@ -71,6 +78,8 @@ def json_body(schema: type[BaseModel], *, streams: bool = False, tensors: bool =
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": content}}
     if streams:
         extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
+    if raw:
+        extra["responses"] = {"200": {"content": {raw: {"schema": {"type": "string", "format": "binary"}}}}}
     return extra
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from runner.messages import ModelInfo, SamplingParams
 from server.errors import ContextLengthExceeded, InvalidRequest
+from server.hidden_states import asked_of_runner
 from server.schemas import INT64_MIN, ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -101,6 +102,8 @@ def common_params(request: GenerationRequest, model: ModelInfo, defaults: Genera
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=_num_logprobs(request),
         allowed_token_ids=_allowed(request, stop_ids, model.vocab_size),
+        return_hidden_states=asked_of_runner(request),
+        latent_steps=request.latent_steps or 0,
     )
 
 
@@ -131,14 +134,17 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, context: int, pa
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         asked, name = request.max_completion_tokens, "max_completion_tokens"
     scoring = isinstance(request, CompletionRequest) and bool(request.echo)
-    if asked == 0 and not scoring:
-        least = "1 (0 is only allowed with echo)" if isinstance(request, CompletionRequest) else "1"
+    if asked == 0 and not scoring and request.return_hidden_states is None:
+        names = "echo or return_hidden_states" if isinstance(request, CompletionRequest) else "return_hidden_states"
+        least = f"1 (0 is only allowed with {names})"
         raise InvalidRequest(f"{name} must be at least {least}.", param=name)
-    room = context - prompt_tokens
+    latent = request.latent_steps or 0
+    room = context - prompt_tokens - latent
+    between = f", {latent} in latent_steps" if latent else ""
     if room < (0 if asked == 0 else 1):
         raise ContextLengthExceeded(
             f"This model's maximum context length is {context} tokens. However, your {param} resulted in"
-            f" {prompt_tokens} tokens. Please reduce the length of the {param}.",
+            f" {prompt_tokens} tokens{between}. Please reduce the length of the {param}.",
             param=param,
         )
     if asked is None:
@@ -146,7 +152,7 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, context: int, pa
     if asked > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {context} tokens. However, you requested"
-            f" {prompt_tokens + asked} tokens ({prompt_tokens} in the {param}, {asked} in {name})."
+            f" {prompt_tokens + latent + asked} tokens ({prompt_tokens} in the {param}{between}, {asked} in {name})."
             f" Please reduce the length of the {param} or {name}.",
             param=param,
         )

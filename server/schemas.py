@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 from server.errors import InvalidRequest, validation_error
 from server.segments import MAX_PARTS
@@ -28,12 +37,22 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
 MAX_TEMPLATE_CHARS = 65536
 MAX_DOCUMENTS = 1024
+MAX_LATENT_STEPS = 1024
 
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
 """Their keys are the template's business."""
 _Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
+def _plain_salt(value: str) -> str:
+    if any(character in value for character in "@/\\\0"):
+        raise ValueError("must not contain @, /, \\ or NUL")
+    return value
+
+
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128), AfterValidator(_plain_salt)]
 
 
 def _json_type(*types: str, **more: Any) -> WithJsonSchema:
@@ -174,7 +193,7 @@ class GenerationRequest(RequestBody):
     guided_whitespace_pattern: Annotated[Any, _json_type("string")] = None
     guided_decoding_backend: Annotated[Any, _json_type("string")] = None
 
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    cache_salt: CacheSalt | None = None
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     """Lower goes first."""
     skip_special_tokens: bool | None = None
@@ -183,6 +202,15 @@ class GenerationRequest(RequestBody):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_hidden_states: Literal["last", "answer", "all"] | None = None
+    """See `hidden_states`."""
+    latent_steps: int | None = Field(None, ge=0, le=MAX_LATENT_STEPS)
+    """Rows between prompt and answer that are the model's own last hidden states."""
+
+    @field_validator("return_hidden_states", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:
+        return None if value is False else value  # what SGLang's clients send
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -202,13 +230,6 @@ class GenerationRequest(RequestBody):
         # Before its entries are looked at: a million wrong ones would make a million errors.
         if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
             raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
-        return value
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _salt_is_plain(cls, value: str | None) -> str | None:
-        if value is not None and any(character in value for character in "@/\\\0"):
-            raise ValueError("must not contain @, /, \\ or NUL")
         return value
 
 

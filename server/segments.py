@@ -1,5 +1,6 @@
-"""The parts of a mixed prompt as clients send them: text, token ids and embeddings, checked one by one. `inputs` reads
-those of a completion's `prompt`, `conversation` the embedding parts of a chat message; `inputs` makes rows of them.
+"""The parts of a mixed prompt as clients send them: text, token ids, embeddings, soft prompts, checked one by one.
+`inputs` reads those of a completion's `prompt`, `conversation` the parts of a chat message that are rows; `inputs`
+makes rows of them.
 
 Checked by hand, so that an error names the one part that is wrong (`prompt[2].data`).
 """
@@ -18,11 +19,6 @@ MAX_PARTS = 4096
 MAX_IMAGES = 16
 """Of one request."""
 
-_NOT_YET = ("soft_prompt",)
-_OTHER_SOURCES = {
-    "token_ids": "token ids of embedding rows are not supported",
-}
-"""What an embedding part may say one day beside its rows."""
 _SOURCES = ("data", "id", "part")
 _MAX_ID_CHARS = 64
 
@@ -56,6 +52,7 @@ class EmbeddingPart:
     data: str | Attachment = field(repr=False)
     """A tensor file, in base64 or as it came, not decoded yet. Empty where `stored` names the rows."""
     where: str
+    hints: Hints | None = None
     stored: str = ""
     """The id of a stored embedding."""
 
@@ -67,7 +64,24 @@ class ImagePart:
     where: str
 
 
-Part = TextPart | IdsPart | EmbeddingPart | ImagePart
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Which tokens an embedding part's rows stand for, in the client's opinion."""
+
+    token_ids: list[Any] = field(repr=False)
+    """An id or None for each row. Neither checked against the vocabulary yet, nor their number."""
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class SoftPromptPart:
+    name: str
+    where: str
+
+
+RowsPart = EmbeddingPart | SoftPromptPart
+"""What a chat message may have beside texts and images."""
+Part = TextPart | IdsPart | RowsPart | ImagePart
 
 
 def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool, take_images: bool = False) -> list[Part]:
@@ -95,10 +109,10 @@ def _parse_part(part: Any, where: str, take_embeddings: bool, take_images: bool)
         return IdsPart(ids, f"{where}.token_ids")
     if kind == "image_url":
         return parse_image_part(part, where, take_images=take_images)
-    if kind in _NOT_YET:
-        raise UnsupportedParameter(f"{where}.type: {kind} parts are not supported.", param=f"{where}.type")
+    if kind == "soft_prompt":
+        return parse_soft_prompt_part(part, where)
     raise InvalidRequest(
-        f"{where}.type must be one of text, token_ids, prompt_embeds, image_url.", param=f"{where}.type"
+        f"{where}.type must be one of text, token_ids, prompt_embeds, soft_prompt, image_url.", param=f"{where}.type"
     )
 
 
@@ -106,14 +120,12 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
     """A part whose type is prompt_embeds. Raises InvalidRequest, or UnsupportedParameter."""
     if not take_embeddings:
         raise InvalidRequest(f"{where}: this server takes no prompt_embeds.", param=where)
-    for name, reason in _OTHER_SOURCES.items():
-        if part.get(name) is not None:
-            raise UnsupportedParameter(f"{where}.{name}: {reason}.", param=f"{where}.{name}")
+    hints = _parse_hints(part.get("token_ids"), f"{where}.token_ids")
     given = [name for name in _SOURCES if part.get(name) is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{where} must have only one of {', '.join(_SOURCES)}.", param=where)
     if given == ["id"]:
-        return _stored_part(part["id"], f"{where}.id")
+        return _stored_part(part["id"], f"{where}.id", hints)
     if given == ["part"]:
         raise InvalidRequest(
             f"{where}.part names a field of a multipart/form-data body, and this body is not one.",
@@ -121,16 +133,16 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
         )
     data = part.get("data")
     if isinstance(data, Attachment):
-        return EmbeddingPart(data, f"{where}.part")
+        return EmbeddingPart(data, f"{where}.part", hints)
     if not isinstance(data, str):
         raise InvalidRequest(f"{where}.data must be a tensor file in base64.", param=f"{where}.data")
-    return EmbeddingPart(data, f"{where}.data")
+    return EmbeddingPart(data, f"{where}.data", hints)
 
 
-def _stored_part(value: Any, where: str) -> EmbeddingPart:
+def _stored_part(value: Any, where: str, hints: Hints | None) -> EmbeddingPart:
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_ID_CHARS:
         raise InvalidRequest(f"{where} must be the id of a stored embedding.", param=where)
-    return EmbeddingPart("", where, value)
+    return EmbeddingPart("", where, hints, value)
 
 
 def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) -> ImagePart:
@@ -152,3 +164,19 @@ def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) 
 
 
 _DETAILS = (None, "auto", "low", "high", "original")
+
+
+def _parse_hints(value: Any, where: str) -> Hints | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a list with a token id or null for each row.", param=where)
+    return Hints(value, where)
+
+
+def parse_soft_prompt_part(part: Mapping[str, Any], where: str) -> SoftPromptPart:
+    """A part whose type is soft_prompt. Raises InvalidRequest."""
+    name = part.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{where}.name must be the name of a soft prompt.", param=f"{where}.name")
+    return SoftPromptPart(name, f"{where}.name")

@@ -14,13 +14,17 @@ from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.embedding_markers import EmbeddingMarkers
+from server.embeddings import Rows
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
 from server.image_template import ImageTemplate, processor_template
+from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
+from server.rows_out import RowBudget
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
+from server.soft_prompts import SoftPromptError, SoftPrompts
 from server.stored_embeddings import StoredEmbeddings
 from server.tokenizer import Tokenizer
 from server.tools.styles import ToolStyle, load_tool_style
@@ -41,12 +45,18 @@ class Services:
     """How the model writes tool calls; None: it does not, or nobody knows."""
     reasoning_style: ReasoningStyle | None = None
     """None: the model does not reason, or its reasoning is content."""
+    soft_prompts: SoftPrompts = field(default_factory=SoftPrompts)
     enable_prompt_embeds: bool = True
     honour_priority: bool = False
     strict_params: bool = False
     """Whether parameters that nobody knows are refused."""
     trust_request_template: bool = False
     """Whether a request may bring its own chat template."""
+    default_pooling: Pooling = "mean"
+    """Of /v1/embeddings."""
+    dimensions: Dimensions = field(default_factory=Dimensions)
+    """To which lengths embeddings may be cut."""
+    rows_out: RowBudget = field(default_factory=RowBudget)
     vision: Vision | None = None
     """None: the model takes no images."""
     image_template: ImageTemplate | None = None
@@ -72,6 +82,7 @@ class Services:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         generation_config: str = "auto",
+        soft_prompts: Sequence[tuple[str, str]] = (),
         enable_prompt_embeds: bool = True,
         honour_priority: bool = False,
         strict_params: bool = False,
@@ -79,13 +90,15 @@ class Services:
         stored: StoredEmbeddings | None = None,
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
+        pooling: str = "auto",
         on_compiled: Callable[[float], None] = lambda seconds: None,
         allowed_media_domains: Sequence[str] = (),
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
-        `on_compiled`: see `Grammars`.
+        `on_compiled`: see `Grammars`. `soft_prompts`: names and paths.
 
-        Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use.
+        Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use
+        (SoftPromptError for a soft prompt).
         """
         folder = Path(model.path)
         tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
@@ -107,12 +120,15 @@ class Services:
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),
+            soft_prompts=_load_soft_prompts(soft_prompts, model, served_model_names),
             enable_prompt_embeds=enable_prompt_embeds,
             honour_priority=honour_priority,
             strict_params=strict_params,
             trust_request_template=trust_request_template,
             stored=stored,
             knows_all_answers=knows_all_answers,
+            default_pooling=load_pooling(folder, pooling),
+            dimensions=Dimensions.load(folder),
             vision=vision,
             image_template=None if vision is None else ImageTemplate(template, vision),
         )
@@ -126,16 +142,39 @@ class Services:
     @property
     def system_fingerprint(self) -> str:
         """Changes with what could change an answer to the same request and seed."""
-        parts = (self.served_model_names[0], self.model.model_type, self.model.dtype, self.model.max_model_len)
+        parts: tuple[object, ...] = (
+            self.served_model_names[0],
+            self.model.model_type,
+            self.model.dtype,
+            self.model.max_model_len,
+        )
+        if self.soft_prompts.rows:
+            parts += (self.soft_prompts.digest,)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
     def model_name(self, asked: str | None) -> str:
         """The name for an answer. Raises ModelNotFound for a model that is not served."""
         if asked is None:
             return self.served_model_names[0]
-        if asked not in self.served_model_names:
+        if asked not in self.served_model_names and self.soft_rows(asked) is None:
             raise ModelNotFound(f"The model `{bounded(asked, 100)}` does not exist.")
         return asked
+
+    def soft_rows(self, asked: str | None) -> Rows | None:
+        """The rows before every prompt, where `asked` is `base:NAME` with a soft prompt's name."""
+        if asked is None or asked in self.served_model_names:
+            return None
+        base, _, name = asked.rpartition(":")
+        return self.soft_prompts.rows.get(name) if base in self.served_model_names else None
+
+
+def _load_soft_prompts(
+    given: Sequence[tuple[str, str]], model: ModelInfo, served_model_names: Sequence[str]
+) -> SoftPrompts:
+    for name, _ in given:
+        if taken := {f"{base}:{name}" for base in served_model_names} & set(served_model_names):
+            raise SoftPromptError(f"soft prompt {name}: {taken.pop()} is a name of the model itself")
+    return SoftPrompts.load(given, model)
 
 
 def services_of(request: Request) -> Services:

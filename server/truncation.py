@@ -24,7 +24,7 @@ class Truncation:
         if keep is None:
             return None
         if keep == -1:
-            keep = max(max_model_len - _answer_tokens(request), 1)
+            keep = max(max_model_len - _answer_tokens(request) - (request.latent_steps or 0), 1)
         return cls(keep, request.truncation_side or "left")
 
     def of_ids(self, token_ids: list[int]) -> list[int]:

@@ -42,7 +42,6 @@ _COMMON: dict[str, _Neutral] = {
     "no_stop_trim": _empty,
     "regex": _empty,
     "repetition_detection": _empty,
-    "return_hidden_states": _empty,
     "stop_regex": _empty,
     "thinking_token_budget": _empty,
     "use_beam_search": _empty,
@@ -86,6 +85,7 @@ RESPONSE: dict[str, _Neutral] = {
     "function_call": _one_of("none", "auto"),
     "functions": _empty,
     "image": _empty,
+    "latent_steps": _one_of(0),
     "logprobs": _empty,
     "max_completion_tokens": _empty,
     "max_tokens": _empty,
@@ -95,6 +95,15 @@ RESPONSE: dict[str, _Neutral] = {
     "prompt": _empty,
     "prompt_embeds": _empty,
     "response_format": _empty,
+    "return_hidden_states": _empty,
+}
+
+EMBEDDING: dict[str, _Neutral] = {
+    "embed_dtype": _one_of("float32"),
+    "endianness": _one_of("native", "little"),
+    "messages": _empty,
+    "mm_processor_kwargs": _empty,
+    "prompt_embeds": _empty,
 }
 
 

@@ -31,7 +31,7 @@ from server.channel import Channel
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ENGINE_STOPPED, EngineFailed
-from server.http_protocol import LimitedHttpProtocol
+from server.http_protocol import LimitedHttpProtocol, Writes
 from server.lifecycle import Lifecycle
 from server.log_format import formatter
 from server.metrics import Metrics
@@ -39,6 +39,7 @@ from server.no_torch import keep_torch_out
 from server.probes import package_version
 from server.services import Services
 from server.shared_cells import SharedCells
+from server.soft_prompts import SoftPromptError
 from server.timeouts import Timeouts
 from server.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, Certificate
 from server.tracing import Tracing
@@ -52,6 +53,7 @@ EXIT_CONFIGURATION = 3
 SHUTTING_DOWN = "The server is shutting down."
 FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
+_COLLECT_AFTER_OBJECTS = 20_000
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
 _HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
@@ -135,6 +137,8 @@ class Worker:
         )
         self._serving: asyncio.Task[None] | None = None
         self._connecting: set[asyncio.Task[None]] = set()
+        self._writes: Writes | None = None
+        """Of all connections."""
 
     def start(self) -> None:
         self.engine.start()
@@ -148,12 +152,16 @@ class Worker:
         try:
             await importing
             self._app.state.services = await asyncio.to_thread(self._services, model)
+        except SoftPromptError as error:
+            raise UnusableModel(str(error)) from error
         except Exception as error:  # Whatever a model's files make the libraries raise: it is about those files.
             logger.debug("traceback", exc_info=error)
-            raise UnusableModel(str(error)) from error
+            raise UnusableModel(f"the model's tokenizer or templates cannot be used: {error}") from error
         # What is there now stays: the collector need not walk through it again while it holds up every stream.
         gc.collect()
         gc.freeze()
+        # A step of a few hundred streams makes more objects than the default threshold, and all of them go with it.
+        gc.set_threshold(_COLLECT_AFTER_OBJECTS, 10, 10)
 
     def take(self, connection: socket.socket) -> bool:
         """Serve `connection`. Always possible."""
@@ -177,6 +185,8 @@ class Worker:
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
+            if services.vision is not None:
+                services.vision.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.flush)
 
@@ -188,7 +198,10 @@ class Worker:
             connection.close()
 
     def _protocol(self) -> LimitedHttpProtocol:
-        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        if self._writes is None:
+            self._writes = Writes(loop)
+        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop, self._writes)
         protocol.read_seconds = 2 * self._config.silent_seconds
         return protocol
 
@@ -219,6 +232,7 @@ class Worker:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             generation_config=config.generation_config,
+            soft_prompts=config.soft_prompts,
             enable_prompt_embeds=config.enable_prompt_embeds,
             honour_priority=config.scheduling_policy == "priority",
             strict_params=config.strict_params,
@@ -226,6 +240,7 @@ class Worker:
             stored=self.engine.stored if config.stores_prompt_embeds else None,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
+            pooling=config.pooling,
             on_compiled=self.engine.metrics.grammar_compile_time.observe,
             allowed_media_domains=config.allowed_media_domains,
         )

@@ -220,3 +220,14 @@ def hf_logits(path: Path, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
     else:
         logits = model(torch.tensor([list(prompt)]), use_cache=False).logits
     return logits[0]
+
+
+@torch.inference_mode()
+def hf_hidden(path: Path, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The last hidden states, behind the final norm, of `prompt` (ids, or rows [n, hidden]): [n, hidden], fp32."""
+    body = hf_model(path).base_model
+    if isinstance(prompt, torch.Tensor):
+        hidden: torch.Tensor = body(inputs_embeds=prompt[None], use_cache=False).last_hidden_state
+    else:
+        hidden = body(torch.tensor([list(prompt)]), use_cache=False).last_hidden_state
+    return hidden[0]

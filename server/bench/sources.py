@@ -11,6 +11,7 @@ from typing import Any
 
 from server.bench.embeds_forms import MultipartEmbeds, StoredEmbeds
 from server.bench.flags import UsageError
+from server.bench.image_workload import RandomImages
 from server.bench.prompt_files import FileError, StoredPrompts, TraceEntry, TracePrompts, read_prompts, read_trace
 from server.bench.workloads import Common, Mixed, RandomEmbeds, RandomIds, RandomText, Workload
 
@@ -81,6 +82,9 @@ def _random(flags: argparse.Namespace, common: Common, seed: int) -> Workload:
         return ids
     if flags.workload == "text":
         return RandomText(common, flags.input_len, seed, flags.chat)
+    if flags.workload == "images":
+        text = RandomText(common, flags.input_len, seed)
+        return RandomImages(common, text, flags.images_per_request, flags.image_side, seed)
     embeds = _FORMS[flags.embeds_as](common, flags.input_len, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed)
     if flags.workload == "embeds":
         return embeds

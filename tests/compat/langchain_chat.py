@@ -1,4 +1,4 @@
-"""langchain-openai (`ChatOpenAI`, `OpenAI`) against the servers of `tests.compat`.
+"""langchain-openai (`ChatOpenAI`, `OpenAI`, `OpenAIEmbeddings`) against the servers of `tests.compat`.
 
 python -m tests.compat.langchain_chat SETTING_JSON
 """
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 from tests.compat.setting import (
     CITIES,
@@ -97,6 +97,19 @@ def completions(setting: Setting) -> None:
     assert "".join(model.stream("The capital of France is")) == text and text
 
 
+def embeddings(setting: Setting) -> None:
+    """Without its own check of lengths, which tokenises for OpenAI's models and fetches what it needs for that."""
+    model = OpenAIEmbeddings(
+        base_url=setting.base, model=setting.model, api_key="none", check_embedding_ctx_length=False, max_retries=0
+    )
+    texts = ["Paris is the capital of France.", "A recipe for onion soup."]
+    vectors = model.embed_documents(texts)
+    question = model.embed_query("What is the capital of France?")
+    likeness = [sum(a * b for a, b in zip(question, vector, strict=True)) for vector in vectors]
+    assert likeness[0] > likeness[1]
+    assert asyncio.run(model.aembed_documents(texts * 40, chunk_size=16))[-1] is not None
+
+
 EXERCISES = (
     chat,
     chat_streamed,
@@ -106,6 +119,7 @@ EXERCISES = (
     tool_demanded,
     structured_output,
     completions,
+    embeddings,
 )
 
 if __name__ == "__main__":

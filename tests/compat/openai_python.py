@@ -167,6 +167,22 @@ def prompts(setting: Setting) -> list[tuple[Any, dict[str, Any]]]:
     return [(setting.prompt_ids, {}), (None, {"prompt_embeds": setting.prompt_embeds})]
 
 
+def embeddings(setting: Setting) -> None:
+    """As the package asks by itself (base64, which it decodes), as floats, and of token ids."""
+    with client(setting.base) as api:
+        texts = ["What is the capital of France?", "Paris is the capital of France.", "A recipe for onion soup."]
+        answer = api.embeddings.create(model=setting.model, input=texts)
+        floats = api.embeddings.create(model=setting.model, input=texts, encoding_format="float")
+        api.embeddings.create(model=setting.model, input=setting.prompt_ids)
+    vectors = [each.embedding for each in answer.data]
+    assert [each.index for each in answer.data] == [0, 1, 2]
+    assert all(abs(sum(value * value for value in vector) - 1) < 1e-3 for vector in vectors)
+    for vector, other in zip(vectors, floats.data, strict=True):
+        assert max(abs(a - b) for a, b in zip(vector, other.embedding, strict=True)) < 1e-2
+    likeness = [sum(a * b for a, b in zip(vectors[0], vector, strict=True)) for vector in vectors[1:]]
+    assert likeness[0] > likeness[1]
+
+
 def errors(setting: Setting) -> None:
     """Each status becomes the package's own exception, with the server's words."""
     with client(setting.base) as api:
@@ -194,6 +210,7 @@ EXERCISES = (
     tool_demanded,
     structured_output,
     completions,
+    embeddings,
     errors,
 )
 

@@ -38,6 +38,16 @@ def scenes(family: VisionFamily, tiny_vision_model: TinyVision) -> list[Scene]:
     return [scene(path, family, layout) for layout in LAYOUTS]
 
 
+def test_qwen2_5_vl(tiny_vision_model: TinyVision) -> None:
+    """Its tower attends in windows; the rest is Qwen2-VL's."""
+    path = tiny_vision_model("qwen2_5_vl")
+    harness = Harness(path)
+    asked = [scene(path, "qwen2_5_vl", layout) for layout in ("ab", "a0b1c")]
+    numbers = [(ask(harness, each, mixed=mixed), each) for each in asked for mixed in (None, 0)]
+    harness.run()
+    assert all(harness.tokens(number) == each.tokens for number, each in numbers)
+
+
 @pytest.fixture
 def gemma3(tiny_vision_model: TinyVision) -> Path:
     return tiny_vision_model("gemma3")
@@ -122,6 +132,23 @@ def test_chunks_never_split_an_image_that_attends_both_ways(
     assert bool(seen) == (family == "gemma3")
     assert not any(first < cut < end for first, end, *cuts in seen for cut in cuts)
     harness.assert_empty()
+
+
+def test_hints_beside_images(scenes: list[Scene]) -> None:
+    """Both are told by negative ids in the slots; neither is taken for the other."""
+    harness = Harness(scenes[0].path, async_scheduling=True, max_num_batched_tokens=96)
+    numbers = []
+    for seed, each in enumerate(scenes):
+        hints: list[int | None] = []
+        mixed = each.mixed(seed)
+        for piece in mixed if isinstance(mixed, tuple) else (mixed,):
+            if isinstance(piece, Picture):
+                hints += [None] * piece.num_rows
+            elif not isinstance(piece, list):
+                hints += range(len(piece))
+        numbers.append((harness.add(mixed, positions=each.positions, hints=hints), each))
+    harness.run()
+    assert all(harness.tokens(number) == each.tokens for number, each in numbers)
 
 
 @overlap

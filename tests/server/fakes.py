@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 
 from runner.embedding_store import EmbeddingStore
 from runner.messages import (
     End,
     FinishReason,
+    HiddenRows,
     ModelInfo,
     PromptLogprobs,
     PutRows,
@@ -30,7 +32,17 @@ from runner.messages import (
     decode_to_runner,
 )
 from runner.store_messages import answer
-from server import abort, chat, completions, models, prompt_embeds, render, tokenize
+from server import (
+    abort,
+    chat,
+    completions,
+    models,
+    prompt_embeds,
+    render,
+    text_embeddings,
+    token_embeddings,
+    tokenize,
+)
 from server.chat_template import ChatTemplate
 from server.errors import APIError, install_error_handlers
 from server.generation import GenerationStream, Inbox
@@ -43,6 +55,7 @@ from server.services import Services
 from server.stored_embeddings import StoredEmbeddings
 from server.tokenizer import Tokenizer
 from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
+from tests.server.body_writer import with_body_writer
 
 MODEL = ModelInfo(
     path="",
@@ -147,6 +160,10 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
         return GenerationStream(self, inbox)
 
+    async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Every value of an id's row is the id."""
+        return [np.full((1, HIDDEN_SIZE), each, np.float32).tobytes() for each in token_ids]
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         self._numbers[inbox.request].aborted.append(choice)
 
@@ -166,6 +183,11 @@ class FakeEngine:
                 inbox.add_prompt_logprobs(PromptLogprobs(inbox.request, 1 + (part.start or 0), tuple(entries[part])))
                 await asyncio.sleep(0)
         lines = [self._line(ids, choice, sampling) for choice in range(submitted.n)]
+        if sampling.return_hidden_states in ("last", "mean"):
+            for choice, line in enumerate(lines):
+                self._add_hidden(inbox, choice, len(ids) + max(len(line.tokens) - 1, 0) - 1, 1)
+        elif sampling.return_hidden_states == "all":
+            self._add_hidden(inbox, 0, 0, len(ids) - 1)
         sent = 0
         if self._hang:
             await asyncio.sleep(3600)
@@ -175,15 +197,24 @@ class FakeEngine:
             for choice, line in enumerate(lines):
                 if inbox.ended[choice]:
                     continue
-                for token in line.tokens[start : start + self._tokens_per_event]:
+                for offset, token in enumerate(line.tokens[start : start + self._tokens_per_event]):
                     if sent == self._fail_after:
                         inbox.fail(APIError(503, "The engine stopped.", type="server_error", code="engine_failed"))
                         return
                     sent += 1
+                    if sampling.return_hidden_states in ("answer", "all"):
+                        self._add_hidden(inbox, choice, len(ids) - 1 + start + offset, 1)
                     entry = None if sampling.logprobs is None else self._logprobs(token, sampling.logprobs)
                     inbox.add_token(choice, token, entry, 0.0)
                 if start + self._tokens_per_event >= len(line.tokens):
                     inbox.add_end(End(inbox.request, choice, line.reason, line.stop_token, line.message))
+
+    @staticmethod
+    def _add_hidden(inbox: Inbox, choice: int, start: int, count: int) -> None:
+        """Every value of a position's state is the position, and a tenth of the choice."""
+        rows = np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None] + choice / 10, HIDDEN_SIZE, 1)
+        if count > 0:
+            inbox.add_hidden(HiddenRows(inbox.request, choice, start, rows.tobytes()))
 
     def _line(self, ids: Sequence[int], choice: int, sampling: SamplingParams) -> Line:
         line = self._script(ids, choice)
@@ -238,7 +269,8 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
 def application(given: Services) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    for module in (completions, chat, responses, prompt_embeds, render, models, tokenize, abort):
+    routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)
+    for module in (*routes, render, models, tokenize, abort):
         app.include_router(module.router)
     app.state.services = given
     return app
@@ -261,7 +293,7 @@ class Api:
         return asyncio.run(self._send("DELETE", path))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self._app, raise_app_exceptions=True)
+        transport = httpx.ASGITransport(with_body_writer(self._app), raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **options)
 

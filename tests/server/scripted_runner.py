@@ -36,6 +36,7 @@ from runner.messages import (
     Heartbeat,
     Hello,
     Loading,
+    LookUp,
     ModelInfo,
     PromptLogprobs,
     Ready,
@@ -45,6 +46,7 @@ from runner.messages import (
     Stats,
     StepOutput,
     TokenLogprobs,
+    TokenRows,
     ToStore,
     WorkerGone,
     decode_to_runner,
@@ -160,6 +162,8 @@ class ScriptedRunner:
                 if (each.generate.worker, each.request) != (message.worker, message.request)
                 or message.choice not in (-1, each.choice)
             ]
+        elif isinstance(message, LookUp):
+            self.on_look_up(message, np.frombuffer(frames[1], dtype=np.int32))
         elif isinstance(message, WorkerGone):
             running = [each for each in self.choices if each.generate.worker == message.worker]
             self.write("gone", worker=message.worker, running=len(running))
@@ -180,6 +184,15 @@ class ScriptedRunner:
         for choice in range(message.n):
             self.choices.append(Choice(message.request, choice, ids, message))
             self.waiting.setdefault(message.worker, []).append(Started(message.request, choice, 0, 0.001))
+
+    def on_look_up(self, message: LookUp, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """Every value of an id's row is the id; in two parts."""
+        if (reason := REJECTED.get(int(token_ids[0]))) is not None:
+            self.send(Rejected(message.request, reason, "The script says no."), message.worker)
+            return
+        rows = np.repeat(token_ids.astype(np.float32)[:, None], self.model_info().hidden_size, 1)
+        self.send(TokenRows(message.request, rows[:1].tobytes(), False), message.worker)
+        self.send(TokenRows(message.request, rows[1:].tobytes(), True), message.worker)
 
     def step(self) -> None:
         self.steps += 1

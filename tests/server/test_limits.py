@@ -56,6 +56,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     ),
     ("bad_words", [["x"], ["x"] * 128, ["x" * 128]], [[""], ["x"] * 129, ["x" * 129], [[5]], "x"]),
     ("prompt_logprobs", [0, 20], [-1, 21, 1.0, True]),
+    ("latent_steps", [0, 1, 64], [-1, 1.0, True, 1025, 2**70]),
     ("priority", [0], [2**63, -(2**63) - 1, 0.0, 1, -1]),  # 1: not on this server
     ("cache_salt", ["x" * 128], ["", "x" * 129, "a@b", "a/b", "a\\b", "a\0b"]),
     ("truncate_prompt_tokens", [-1, 1, CONTEXT], [-2, 0, 1.0, "1"]),
@@ -65,6 +66,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     ("stream_options", [None], [{}, {"include_usage": True}, "x"]),
     ("ignore_eos", [True], [1]),
     ("model", ["tiny", None], [5]),
+    ("return_hidden_states", [False, None], ["", "first", True, 1]),
     ("spaces_between_special_tokens", [True, False], [1]),
 ]
 COMPLETION_ONLY: list[tuple[str, list[Any], list[Any]]] = [
@@ -104,6 +106,8 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"min_tokens": 6, "max_completion_tokens": 5, "max_tokens": 9}, "min_tokens"),
     (COMPLETIONS, {"prompt": [5] * 10, "max_tokens": CONTEXT - 9}, "prompt"),
     (CHAT, {"max_tokens": CONTEXT}, "messages"),
+    (COMPLETIONS, {"prompt": [5] * 10, "max_tokens": 60, "latent_steps": CONTEXT - 69}, "prompt"),
+    (CHAT, {"latent_steps": CONTEXT}, "messages"),
     (COMPLETIONS, {"prompt": ["x"] * 33, "n": 128}, "n"),
     (COMPLETIONS, {"prompt": ["x"] * 33, "best_of": 128}, "best_of"),
     (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of"),
