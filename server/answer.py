@@ -1,14 +1,13 @@
 """The answer to one HTTP request: all its choices, from the engine's events to deltas.
 
-`open_answer` queues the prompts; `Answer.deltas` is read to its end by a route, whole or streamed; `Answer.close`
-aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the choice's own.
+`open_answer` queues the prompts; what they become is taken from the `Answer` as deltas, whole or streamed;
+`Answer.close` aborts what has not ended. Choice indices are OpenAI's: prompt index × n + the choice's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,31 +72,32 @@ class PromptAnswer:
         if not self._missing:
             self._add_prompt_records()
 
-    def feed(self, event: ChoiceEvent) -> Iterator[Delta]:
+    def feed(self, event: ChoiceEvent) -> Sequence[Delta]:
         if event.started is not None and event.choice == 0:
             self.cached_tokens = event.started.cached_tokens
         if event.hidden and self._hidden is not None:
             self._hidden.add(event.hidden)
-        if self._missing:
-            for part in event.prompt_logprobs:
-                self.entries.extend(part.entries)
-                self._missing -= len(part.entries)
-            self._early.append(event)
-            if self._missing > 0:
-                return
-            self._missing = 0
-            self._add_prompt_records()
-            ready, self._early = self._early, []
-        else:
-            ready = [event]
-        for each in ready:
-            choice = self.choices[each.choice]
-            delta = choice.feed(each.tokens, each.logprobs, each.end)
-            if delta is None:
-                continue
-            if self._hidden is not None and delta.finish_reason is not None:
-                delta.hidden = self._hidden.take(each.choice, choice.num_tokens)
-            yield delta
+        if not self._missing:
+            delta = self._feed(event)
+            return () if delta is None else (delta,)
+        for part in event.prompt_logprobs:
+            self.entries.extend(part.entries)
+            self._missing -= len(part.entries)
+        self._early.append(event)
+        if self._missing > 0:
+            return ()
+        self._missing = 0
+        self._add_prompt_records()
+        early, self._early = self._early, []
+        deltas = [self._feed(each) for each in early]
+        return [delta for delta in deltas if delta is not None]
+
+    def _feed(self, event: ChoiceEvent) -> Delta | None:
+        choice = self.choices[event.choice]
+        delta = choice.feed(event.tokens, event.logprobs, event.end)
+        if self._hidden is not None and delta is not None and delta.finish_reason is not None:
+            delta.hidden = self._hidden.take(event.choice, choice.num_tokens)
+        return delta
 
     def _add_prompt_records(self) -> None:
         if self._echo is not None and self._prompt_logprobs:
@@ -165,6 +165,7 @@ class Answer:
         self._batch = batch
         self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
+        self._unfinished = sum(len(each.choices) for each in prompts)
         self._aborted = False
 
     @property
@@ -173,21 +174,47 @@ class Answer:
         cached = sum(each.cached_tokens for each in self.prompts)
         return Usage(self._prompt_tokens, self._completion_tokens, cached)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has its `finish_reason`."""
+        return not self._unfinished
+
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have `on_news` called, in the caller's context, when there may be something to `take`; None: no more."""
+        self._batch.listen(on_news)
+
+    def take(self) -> Sequence[Delta] | None:
+        """What one event of the engine has become, which may be nothing; None: there is no event at the moment.
+        Raises APIError, also when none will come any more though the answer is not complete."""
+        taken = self._batch.take()
+        if taken is None:
+            if self._unfinished and self._batch.has_ended:
+                raise RequestAborted if self._aborted else EngineFailed
+            return None
+        index, event = taken
+        prompt = self.prompts[index]
+        deltas = prompt.feed(event)
+        for delta in deltas:
+            self._completion_tokens += delta.num_new_tokens
+            if delta.finish_reason is not None:
+                self._unfinished -= 1
+                if isinstance(delta.stop_reason, str):  # a stop string, of which the engine knows nothing
+                    self._batch.abort(index, delta.index - prompt.first_index)
+        return deltas
+
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Until every choice has its `finish_reason`. Raises APIError."""
-        unfinished = sum(len(each.choices) for each in self.prompts)
-        async with aclosing(self._batch.events()) as events:
-            async for index, event in events:
-                prompt = self.prompts[index]
-                for delta in prompt.feed(event):
-                    if delta.finish_reason is not None:
-                        unfinished -= 1
-                        if isinstance(delta.stop_reason, str):  # a stop string, of which the engine knows nothing
-                            self._batch.abort(index, delta.index - prompt.first_index)
-                    self._completion_tokens += delta.num_new_tokens
-                    yield delta
-        if unfinished:
-            raise RequestAborted if self._aborted else EngineFailed
+        """All of them, until the answer is complete. Raises APIError."""
+        news = asyncio.Event()
+        self.listen(news.set)
+        try:
+            while not self.is_complete:
+                await news.wait()
+                news.clear()
+                while (deltas := self.take()) is not None:
+                    for delta in deltas:
+                        yield delta
+        finally:
+            self.listen(None)
 
     def abort(self) -> None:
         """End every choice; whoever reads the deltas gets RequestAborted."""

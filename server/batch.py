@@ -1,24 +1,27 @@
-"""The engine requests behind one HTTP request, one per prompt, read as one stream of events."""
+"""The engine requests behind one HTTP request, one per prompt, read as one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from runner.messages import SamplingParams
 from server.generation import ChoiceEvent
 from server.prompt import PromptRows
 
-_READ_AHEAD = 64
-"""Events in the queue. Behind it they are merged per choice, so a slow client costs no memory."""
-
 
 class Stream(Protocol):
     """`generation.GenerationStream`, as far as it is used here."""
 
-    def __aiter__(self) -> AsyncIterator[ChoiceEvent]: ...
+    def listen(self, on_news: Callable[[], None] | None) -> None: ...
+
+    def take(self) -> ChoiceEvent | None: ...
+
+    @property
+    def has_ended(self) -> bool: ...
 
     def abort(self, choice: int = -1) -> None: ...
 
@@ -47,6 +50,12 @@ class Batch:
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
+        self._only = streams[0] if len(streams) == 1 else None
+        self._running = set(range(len(streams)))
+        """Those that have not been seen to end."""
+        self._news: dict[int, None] = {}
+        """Those that may have something, in the order in which they said so."""
+        self._on_news: Callable[[], None] | None = None
 
     @classmethod
     async def open(cls, engine: Engine, requests: Sequence[EngineRequest]) -> Batch:
@@ -69,38 +78,41 @@ class Batch:
         for stream in self._streams:
             stream.abort()
 
-    async def events(self) -> AsyncGenerator[tuple[int, ChoiceEvent]]:
-        """(the prompt's index, what is new of one of its choices), until all have ended. Raises APIError."""
-        if len(self._streams) == 1:
-            async for event in self._streams[0]:
-                yield 0, event
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have `on_news` called, in the caller's context, when there may be something to `take`; None: no more."""
+        self._on_news = on_news
+        if self._only is not None:
+            self._only.listen(on_news)
             return
-        queue: asyncio.Queue[tuple[int, ChoiceEvent] | int | Exception] = asyncio.Queue(_READ_AHEAD)
-        tasks = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(self._streams)]
-        try:
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, int):
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
+        for index, stream in enumerate(self._streams):
+            stream.listen(None if on_news is None else partial(self._hear, index))
+
+    def take(self) -> tuple[int, ChoiceEvent] | None:
+        """The index of a prompt, and what is new of one of its choices; None: nothing at the moment, or nothing any
+        more (`has_ended`). Raises APIError."""
+        if self._only is not None:
+            event = self._only.take()
+            return None if event is None else (0, event)
+        while self._news:
+            index = next(iter(self._news))
+            stream = self._streams[index]
+            if (event := stream.take()) is not None:
+                return index, event
+            del self._news[index]
+            if stream.has_ended:
+                self._running.discard(index)
+        return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._running if self._only is None else self._only.has_ended
+
+    def _hear(self, index: int) -> None:
+        self._news[index] = None
+        if self._on_news is not None:
+            self._on_news()
 
 
 async def _generate(engine: Engine, request: EngineRequest) -> Stream:
     return await engine.generate(request.prompt, request.sampling, request.n, request.cache_salt, request.priority)
-
-
-async def _pump(index: int, stream: Stream, queue: asyncio.Queue[tuple[int, ChoiceEvent] | int | Exception]) -> None:
-    try:
-        async for event in stream:
-            await queue.put((index, event))
-    except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(index)

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
+from server.long_strings import CutBody
 
 _IN_PLACE_BYTES = 256 * 1024
 """Bodies up to this size take less time to parse than a thread takes to wake up."""
@@ -35,7 +36,14 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise APIError(499, "The client closed the connection before the body was complete.") from None
     if len(body) <= _IN_PLACE_BYTES:
         return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+    return await asyncio.to_thread(_parse_large, body)
+
+
+def _parse_large(body: bytearray) -> dict[str, Any]:
+    """`parse_object`, with embeddings as `LongString`s."""
+    cut = CutBody(body)
+    value = parse_object(cut.rest)
+    return value if cut.put_back(value) else parse_object(body)
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:

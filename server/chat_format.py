@@ -20,6 +20,7 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    is_text_only = True
 
     def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services) -> None:
         self._with_logprobs = bool(request.logprobs)
@@ -64,7 +65,7 @@ class ChatFormat:
             extras["prompt_logprobs"] = self._logprobs.prompt(self._prompt_logprobs, self._prompt_top)
         return extras
 
-    def _chunk(self, index: int, delta: Json, tokens: tuple[()] | list[TokenRecord]) -> Json:
+    def _chunk(self, index: int, delta: Json, tokens: Sequence[TokenRecord]) -> Json:
         body: Json = {
             "index": index,
             "delta": delta,
@@ -88,6 +89,8 @@ class ChatFormat:
 class PartsFormat(ChatFormat):
     """For models that reason, and requests with tools."""
 
+    is_text_only = False
+
     def __init__(self, request: ChatRequest, prompt_ids: ListedIds, services: Services, rules: PartsRules) -> None:
         super().__init__(request, prompt_ids, services)
         self._rules = rules
@@ -105,7 +108,7 @@ class PartsFormat(ChatFormat):
         parts = self._parts(index)
         if delta.is_first:
             yield self._chunk(index, {"role": "assistant", "content": ""}, ())
-        tokens: tuple[()] | list[TokenRecord] = delta.tokens
+        tokens = delta.tokens
         for part in parts.add(delta.text, delta.tokens, is_last=delta.finish_reason is not None):
             yield self._chunk(index, _delta(part), tokens)
             tokens = ()
@@ -144,6 +147,11 @@ class ChoiceParts:
     def reasoning_end(self) -> int | None:
         """How many characters of the text belong to the reasoning; None: all so far."""
         return self._parts.reasoning_end
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may be the beginning of the reasoning or of the content."""
+        return self._parts.is_undecided
 
     @property
     def reasoning_tokens(self) -> int:

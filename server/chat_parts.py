@@ -91,6 +91,11 @@ class ChatParts:
         return self._think is not None and self._think.may_reason
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may be the beginning of the reasoning or of the content."""
+        return self._think is not None and self._think.is_undecided
+
+    @property
     def reasoning_end(self) -> int | None:
         """How many characters belong to the reasoning; None: all so far."""
         return 0 if self._think is None else self._think.end

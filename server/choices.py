@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from runner.messages import End, TokenLogprobs
@@ -34,9 +34,9 @@ class Delta:
 
     index: int
     text: str = ""
-    tokens: list[TokenRecord] = field(default_factory=list)
+    tokens: Sequence[TokenRecord] = ()
     """Those whose text is out with this delta. Empty unless records were asked for."""
-    prompt: list[TokenRecord] = field(default_factory=list)
+    prompt: Sequence[TokenRecord] = ()
     """The echoed prompt's, in the first delta if it is to have log-probabilities."""
     is_first: bool = False
     num_new_tokens: int = 0
@@ -80,6 +80,8 @@ class Choice:
         self._detokenizer = detokenizer
         self._options = options
         self._stops = StopScanner(options.stop, include_stop=options.include_stop)
+        self._is_plain = not (options.stop or options.keep_records)
+        """Whether all text is out at once, and nobody asks which token it came from."""
         self._unsent: list[str] = [echo]
         self._decoded = len(echo)
         """Characters of the text so far, those held back included."""
@@ -98,6 +100,8 @@ class Choice:
         """
         if self.finished:
             return None
+        if self._is_plain and end is None:
+            return self._feed_plain(tokens)
         stop_token = end.stop_token if end is not None else None
         for position, token in enumerate(tokens):
             is_stop_token = stop_token is not None and position == len(tokens) - 1
@@ -118,6 +122,19 @@ class Choice:
         self._release(self._stops.flush())
         named = stop_token is not None and stop_token in self._options.client_stop_ids
         return self._finish(end.reason, stop_token if named else None)
+
+    def _feed_plain(self, tokens: Sequence[int]) -> Delta | None:
+        """What `_add` comes to in the usual case, which happens for nearly every token there is."""
+        self.num_tokens += len(tokens)
+        push = self._detokenizer.push
+        text = push(tokens[0]) if len(tokens) == 1 else "".join(map(push, tokens))
+        if self._is_first:
+            self._unsent.append(text)  # an echo comes before it
+            return self._take() if any(self._unsent) else None
+        if not text:
+            return None
+        new_tokens, self._num_told = self.num_tokens - self._num_told, self.num_tokens
+        return Delta(self.index, text, (), (), False, new_tokens)
 
     def _add(self, token: int, logprobs: TokenLogprobs | None, is_stop_token: bool) -> None:
         self.num_tokens += 1

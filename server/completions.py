@@ -64,6 +64,7 @@ class CompletionFormat:
     """`respond.Format` for completions."""
 
     object = chunk_object = "text_completion"
+    is_text_only = True
 
     def __init__(self, request: CompletionRequest, prompt_ids: Sequence[ListedIds], services: Services) -> None:
         """`prompt_ids`: each prompt's, if the client wants them back."""
@@ -111,4 +112,4 @@ class CompletionFormat:
 
 
 def _all_records(part: WholeChoice | Delta) -> list[TokenRecord]:
-    return part.prompt + part.tokens
+    return [*part.prompt, *part.tokens]

@@ -1,8 +1,11 @@
-"""One engine request as the routes see it: an asynchronous iterator of what its choices have produced.
+"""One engine request as the routes see it: what its choices have produced, to be taken when there is news of it.
 
-The engine client's receive callback fills an `Inbox`; the route's task empties it through its `GenerationStream`. What
-a slow reader has not taken yet is merged per choice, so a choice has at most one event waiting, however far behind its
-reader is, and a token costs a list append rather than a queue item and a wake-up.
+The engine client's receive callback fills an `Inbox`; its reader empties it through its `GenerationStream`. What a slow
+reader has not taken yet is merged per choice, so a choice has at most one event waiting, however far behind its reader
+is, and a token costs a list append rather than a queue item and a wake-up.
+
+A reader is a callback: resuming a coroutine for every token of every stream costs more than detokenising and encoding
+that token.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -55,15 +60,17 @@ class Inbox:
         "loop",
         "max_tokens",
         "metrics",
+        "on_news",
         "open",
         "pending",
         "prompt_tokens",
+        "reader_context",
         "ready",
         "reason",
         "request",
         "timers",
         "tokens",
-        "waiter",
+        "waking",
     )
 
     def __init__(
@@ -101,8 +108,11 @@ class Inbox:
         self.last_tokens = [0.0] * n
         """When each choice's last token arrived; 0 before its first."""
         self.loop = asyncio.get_running_loop()
-        self.waiter: asyncio.Future[None] | None = None
-        """What the reader waits for; done when there is something for it."""
+        self.on_news: Callable[[], None] | None = None
+        """The reader."""
+        self.reader_context: Context | None = None
+        self.waking = False
+        """Whether the reader is going to be called."""
 
     # --- called by the engine client, once per item of a step -----------------------------------------------------
 
@@ -209,15 +219,19 @@ class Inbox:
             self.ready.remove(event)
             self.pending[choice] = None
 
-    def take(self) -> ChoiceEvent:
-        event = self.ready.popleft()
-        self.pending[event.choice] = None
-        return event
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have `on_news` called, in the caller's context, when something has happened: the first event since the last
+        one was taken, the acceptance, an error or the end."""
+        self.on_news, self.reader_context = on_news, copy_context()
 
-    def wait(self) -> asyncio.Future[None]:
-        """Done when something has happened: an event, the acceptance or an error."""
-        self.waiter = self.loop.create_future()
-        return self.waiter
+    async def wait(self) -> None:
+        """Until something has happened."""
+        news = self.loop.create_future()
+        self.listen(lambda: None if news.done() else news.set_result(None))
+        try:
+            await news
+        finally:
+            self.on_news = None
 
     def _event(self, choice: int) -> ChoiceEvent:
         event = self.pending[choice]
@@ -237,8 +251,15 @@ class Inbox:
                 self.context.first_token = now - self.context.started
 
     def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        """Call the reader soon: when all that one step has for it is here."""
+        if not self.waking and self.on_news is not None:
+            self.waking = True
+            self.loop.call_soon(self._tell, context=self.reader_context)
+
+    def _tell(self) -> None:
+        self.waking = False
+        if self.on_news is not None:
+            self.on_news()
 
 
 class RequestOwner(Protocol):
@@ -252,7 +273,7 @@ class RequestOwner(Protocol):
 
 
 class GenerationStream:
-    """`async for event in stream` until every choice has ended.
+    """`async for event in stream` until every choice has ended; or `listen`, and `take` until there is nothing left.
 
     Raises APIError (EngineFailed) when the engine can no longer finish the request. Whoever has a stream calls `aclose`
     in the end, or uses it as `async with`; that aborts what has not ended. (What a route forgets or loses is closed
@@ -263,18 +284,39 @@ class GenerationStream:
         self._owner = owner
         self._inbox = inbox
 
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have `on_news` called, in the caller's context, when there may be something to `take`, or nothing any more:
+        now, where that is so already, and whenever it becomes so."""
+        self._inbox.listen(on_news)
+        if on_news is not None and (self._inbox.ready or not self._inbox.open):
+            on_news()
+
+    def take(self) -> ChoiceEvent | None:
+        """What is new of one choice; None: nothing at the moment, or nothing any more (`has_ended`). Raises APIError
+        as iterating does."""
+        inbox = self._inbox
+        if inbox.ready:
+            event = inbox.ready.popleft()
+            inbox.pending[event.choice] = None
+            return event
+        if inbox.error is not None:
+            raise inbox.error
+        return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._inbox.open and not self._inbox.ready
+
     def __aiter__(self) -> GenerationStream:
         return self
 
     async def __anext__(self) -> ChoiceEvent:
-        inbox = self._inbox
-        while not inbox.ready:
-            if inbox.error is not None:
-                raise inbox.error
-            if not inbox.open:
+        while (event := self.take()) is None:
+            if self.has_ended:
                 raise StopAsyncIteration
-            await inbox.wait()
-        return inbox.take()
+            await self._inbox.wait()
+        return event
 
     def abort(self, choice: int = -1, reason: FinishReason | None = None) -> None:
         """End `choice`, or (-1) every choice that has not ended; nothing more of it is yielded, no End either.

@@ -88,6 +88,11 @@ class HiddenBlock:
     def __init__(self, rows: RowsOut, start: int) -> None:
         self.rows, self.start = rows, start
 
+    @property
+    def num_records(self) -> int:
+        """So many tokens' log-probabilities take as long to encode."""
+        return self.rows.nbytes // 256
+
     def body(self) -> dict[str, object]:
         """The member `hidden_states` of a choice."""
         return {**self.rows.body(), "start": self.start}

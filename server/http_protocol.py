@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from server.errors import APIError
+from server.event_stream import BODY_WRITER
 from server.request_context import new_request_id
 from server.slow_readers import PERIOD_SECONDS, SlowReader
 
@@ -21,6 +26,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_DROPPED_BYTES = 256 << 20
 """A refused body is read on and dropped, so that its sender sees the answer; but not without end."""
+MAX_PIPELINED = 64
+"""Requests that wait behind the one that is being answered. A single read may hold eight thousand."""
 MAX_FRAMING = 8
 """Bytes around each byte of a chunked body, on average, and `MAX_HEAD_BYTES` more. Chunks of one byte have 5."""
 HEAD_SECONDS = 60.0
@@ -36,11 +43,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = False
     _in_body = False
+    _answering: RequestResponseCycle | None = None
+    """The request whose turn it is. `cycle` is the one that came last."""
     _messages = 0
     _body_bytes = 0
     """Of all requests of the connection."""
     _dropped_bytes = 0
     _framing_room = 0
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        writes: Writes | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.writes = Writes(self.loop) if writes is None else writes
+        self.on_writable: Callable[[], None] | None = None
+        """Called when the client has read what had made the connection full."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,6 +89,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._slow_reader is not None:
             self._slow_reader.stop()
         super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:
+            self._tell_gone(self._answering)  # uvicorn tells only the one that came last.
+        self.pipeline.clear()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -90,18 +115,40 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(APIError(400, f"More than {MAX_PIPELINED} requests wait here.", code="invalid_http"))
         else:
             super().on_headers_complete()
+            if not self.pipeline:
+                self._answering = self.cycle
+            self._offer_writer()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def _offer_writer(self) -> None:
+        """To the application, whose task has not begun to run yet."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self.scope["extensions"] = {BODY_WRITER: CycleWriter(self, cycle)}  # type: ignore[dict-item]
+
     def on_message_complete(self) -> None:
         self._in_body = False
         if not self.transport.is_closing():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if following is not None:
+            self._answering = following
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -131,8 +178,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(APIError(400, "The request's chunks carry too much beside the body.", code="invalid_http"))
 
     def _is_answering(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
-        return cycle is not None and not cycle.response_complete
+        return self._answering is not None and not self._answering.response_complete
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -158,7 +204,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answer without the application, and close. Where the application has begun to answer, only close."""
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = self.cycle  # None before the connection's first request
+        cycle = self._answering
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body = json.dumps(error.body()).encode()
             head = [
@@ -171,6 +217,63 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             ]
             self.transport.write(b"".join(head) + body)
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # Nothing more is written for it, and whoever reads its body is told.
-            cycle.message_event.set()
+            self._tell_gone(cycle)
         self.transport.close()
+
+    @staticmethod
+    def _tell_gone(cycle: RequestResponseCycle) -> None:
+        """Nothing more is written for it, and whoever reads its body or waits for its end is told."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+
+class Writes:
+    """What is going to be written to the connections of one event loop, all of it together once nothing else is waiting
+    to run. A step's tokens become events first and are written then: system calls in a row take half the time of as
+    many with Python in between, and a client in the same machine is woken up less often."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[tuple[CycleWriter, bytes]] = []
+
+    def add(self, writer: CycleWriter, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append((writer, data))
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for writer, data in waiting:
+            writer.write_now(data)
+
+
+class CycleWriter:
+    """`event_stream.BodyWriter`: parts of a chunked response, written as `RequestResponseCycle.send` writes them."""
+
+    __slots__ = ("_cycle", "_flow", "_protocol", "_transport", "_writes")
+
+    def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+        self._flow, self._transport, self._writes = cycle.flow, cycle.transport, protocol.writes
+
+    @property
+    def on_writable(self) -> Callable[[], None] | None:
+        return self._protocol.on_writable
+
+    @on_writable.setter
+    def on_writable(self, call: Callable[[], None] | None) -> None:
+        self._protocol.on_writable = call  # of a connection's requests only one is being answered
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        self._writes.add(self, data)
+
+    def flush(self) -> None:
+        self._writes.flush()
+
+    def write_now(self, data: bytes) -> None:
+        if data and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -21,7 +21,7 @@ from server.schemas import CompletionRequest
 from server.segments import MAX_IMAGES, MAX_PARTS, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
 from server.services import Services
 from server.truncation import Truncation
-from server.vision import ImageRows
+from server.vision import PreparedImage
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
@@ -215,7 +215,7 @@ def _least_rows(part: EmbeddingPart | ImagePart, services: Services) -> int:
     return services.vision.least_rows if isinstance(part, ImagePart) and services.vision is not None else 1
 
 
-async def _load_image(part: ImagePart, services: Services, max_rows: int) -> ImageRows:
+async def _load_image(part: ImagePart, services: Services, max_rows: int) -> PreparedImage:
     if services.vision is None:
         raise UnsupportedParameter(f"{part.where}: this model takes no images.", param=part.where)
     return await services.vision.load_image(part, max_rows)

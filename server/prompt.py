@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from runner.messages import EMBEDDING_ID, Span
 from server.embeddings import Rows
-from server.vision import ImageRows
+from server.vision import PreparedImage
 
-Segment = Sequence[int] | Rows | ImageRows
+Segment = Sequence[int] | Rows | PreparedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class PromptRows:
     def from_segments(cls, segments: Sequence[Segment]) -> PromptRows:
         """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, and so
         is each image."""
-        lengths = [each.num_rows if isinstance(each, Rows | ImageRows) else len(each) for each in segments]
+        lengths = [each.num_rows if isinstance(each, Rows | PreparedImage) else len(each) for each in segments]
         token_ids = np.full(sum(lengths), EMBEDDING_ID, dtype=np.int32)
         spans: list[Span] = []
         start = 0
         for segment, length in zip(segments, lengths, strict=True):
             if isinstance(segment, Rows):
                 spans.append(Span(start, length))
-            elif isinstance(segment, ImageRows):
+            elif isinstance(segment, PreparedImage):
                 spans.append(
                     Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid)
                 )
             else:
                 token_ids[start : start + length] = segment
             start += length
-        embedded = [each for each in segments if isinstance(each, Rows | ImageRows)]
+        embedded = [each for each in segments if isinstance(each, Rows | PreparedImage)]
         digests = b"".join(each.digests for each in embedded)
         frames = tuple(each.data if isinstance(each, Rows) else each.pixels.data.cast("B") for each in embedded)
         return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths))
@@ -75,11 +75,11 @@ def _positions(segments: Sequence[Segment], lengths: Sequence[int]) -> npt.NDArr
     """The position ids of M-RoPE (Wang et al. 2024, arXiv:2409.12191): a text's rows have one number in all three
     dimensions; an image's rows count time, height and width from where the text left off, and what follows goes on
     behind the largest."""
-    if not any(isinstance(each, ImageRows) and each.grid for each in segments):
+    if not any(isinstance(each, PreparedImage) and each.grid for each in segments):
         return None
     parts, at = [], 0
     for segment, length in zip(segments, lengths, strict=True):
-        if isinstance(segment, ImageRows) and segment.grid:
+        if isinstance(segment, PreparedImage) and segment.grid:
             time, height, width = segment.grid
             sides = (time, height // segment.merge_size, width // segment.merge_size)
             parts.append(at + np.indices(sides, dtype=np.int32).reshape(3, -1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,6 +18,7 @@ from runner.messages import TokenLogprobs
 from server.answer import Answer
 from server.choices import Delta, TokenRecord
 from server.disconnect import ClientGone, unless_gone
+from server.errors import APIError
 from server.event_stream import EventStream, event
 from server.hidden_states import HiddenBlock
 from server.ranking import best_choices
@@ -26,6 +27,9 @@ from server.schemas import StreamOptions
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
+DONE = b"data: [DONE]\n\n"
+_MARK = "\0"
+"""Stands for a chunk's text. What comes behind a text has no such character."""
 _INLINE_RECORDS = 512
 """Tokens with log-probabilities that are formatted in place: a few milliseconds."""
 
@@ -49,6 +53,8 @@ class Format(Protocol):
 
     chunk_object: str
     object: str
+    is_text_only: bool
+    """Whether the chunks of two deltas that have nothing but texts differ only in those."""
 
     def whole_choice(self, index: int, choice: WholeChoice) -> Json:
         """An entry of `choices` in a whole answer."""
@@ -123,49 +129,71 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
         return msgspec.json.encode(body)
 
     records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
-    records += sum(_hidden_records(choice) for choice in told)
+    records += sum(choice.hidden.num_records for choice in told if choice.hidden is not None)
     return Response(await _run(encode, records), media_type="application/json")
 
 
 def streamed_response(answer: Answer, form: Format, envelope: Envelope, options: StreamOptions | None) -> Response:
-    return EventStream(_events(answer, form, envelope, options or StreamOptions()), answer.close)
+    return EventStream(answer, _Chunks(answer, form, envelope, options or StreamOptions()))
 
 
-async def _events(answer: Answer, form: Format, envelope: Envelope, options: StreamOptions) -> AsyncGenerator[bytes]:
-    """What all chunks have in common is encoded once: there is a chunk for every token."""
-    head = b"data: " + _encode(envelope.body(form.chunk_object, [])).removesuffix(b"]}")
-    running_usage = options.include_usage and options.continuous_usage_stats
-    tail = b',"usage":null}\n\n' if options.include_usage and not running_usage else b"}\n\n"
-    extras = form.extras()
+class _Chunks:
+    """`event_stream.Events` for the endpoints that stream chunks. What all chunks have in common is encoded once: there
+    is a chunk for every token."""
 
-    def encode(delta: Delta) -> bytes:
-        nonlocal extras
+    def __init__(self, answer: Answer, form: Format, envelope: Envelope, options: StreamOptions) -> None:
+        self._answer = answer
+        self._form = form
+        self._envelope = envelope
+        self._include_usage = options.include_usage
+        self._running_usage = options.include_usage and options.continuous_usage_stats
+        self._head = b"data: " + _encode(envelope.body(form.chunk_object, [])).removesuffix(b"]}")
+        self._tail = b',"usage":null}\n\n' if options.include_usage and not self._running_usage else b"}\n\n"
+        self._extras = form.extras()
+        self._has_frames = form.is_text_only and not self._running_usage
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """By a choice's index: what is around the text in a chunk that has nothing else new in it."""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def encode(self, delta: Delta) -> bytes:
+        has_more = delta.is_first or delta.finish_reason is not None or delta.tokens or delta.prompt
+        if has_more or not delta.text or not self._has_frames:
+            return self._encode(delta)
+        frame = self._frames.get(delta.index)
+        if frame is None:
+            frame = self._frames[delta.index] = self._frame(delta.index)
+        return frame[0] + _encode(delta.text) + frame[1]
+
+    def _encode(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
-        for choice in form.chunk_choices(delta):
-            parts += (head, _encode(choice), b"]")
-            more = extras
-            if running_usage:
-                more = extras | {"usage": answer.usage.body() | form.usage_details()}
+        for choice in self._form.chunk_choices(delta):
+            parts += (self._head, _encode(choice), b"]")
+            more = self._extras
+            if self._running_usage:
+                more = more | {"usage": self._usage()}
             if more:
                 parts += (b",", _encode(more)[1:-1])
-                extras = {}
-            parts.append(tail)
+                self._extras = {}
+            parts.append(self._tail)
         return b"".join(parts)
 
-    async with aclosing(answer.deltas()) as deltas:
-        async for delta in deltas:
-            if len(delta.tokens) + len(delta.prompt) + _hidden_records(delta) <= _INLINE_RECORDS:
-                yield encode(delta)
-            else:
-                yield await asyncio.to_thread(encode, delta)
-    if options.include_usage:
-        usage = answer.usage.body() | form.usage_details()
-        yield event(envelope.body(form.chunk_object, []) | {"usage": usage})
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """A chunk like any other, cut at its text."""
+        before, _, after = self._encode(Delta(index, _MARK)).rpartition(_encode(_MARK))
+        return before, after
 
+    async def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event(self._envelope.body(self._form.chunk_object, []) | {"usage": self._usage()}) + DONE
 
-def _hidden_records(part: WholeChoice | Delta) -> int:
-    """So many tokens' log-probabilities take as long to format as these hidden states."""
-    return 0 if part.hidden is None else part.hidden.rows.nbytes // 256
+    def fail(self, error: APIError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _usage(self) -> Json:
+        return self._answer.usage.body() | self._form.usage_details()
 
 
 async def _run(encode: Callable[[], bytes], records: int) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -116,11 +115,18 @@ async def _pooled(prompt: Prompt, pooling: Pooling, salt: str, services: Service
 
 async def _row_of(batch: Batch) -> bytes:
     found: Sequence[HiddenRows] = ()
-    async with aclosing(batch.events()) as events:
-        async for _, event in events:
+    news = asyncio.Event()
+    batch.listen(news.set)
+    while True:
+        while (taken := batch.take()) is not None:
+            event = taken[1]
             found = event.hidden or found
             if event.end is not None and event.end.reason == "abort":
                 raise Unavailable("The request was aborted by the server.")
+        if batch.has_ended:
+            break
+        await news.wait()
+        news.clear()
     if not found:
         raise EngineFailed
     return found[-1].rows

@@ -47,7 +47,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRows:
+class PreparedImage:
     """One image, prepared: a span of embedding rows that the runner makes."""
 
     pixels: npt.NDArray[np.float32] = field(repr=False)
@@ -111,7 +111,7 @@ class Vision:
         """Of any image."""
         return max(self.info.image_rows, 1)
 
-    async def load_image(self, part: ImagePart, max_rows: int) -> ImageRows:
+    async def load_image(self, part: ImagePart, max_rows: int) -> PreparedImage:
         """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
         loop = asyncio.get_running_loop()
         try:
@@ -127,13 +127,13 @@ class Vision:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _from_data_url(self, url: str, max_rows: int) -> ImageRows:
+    def _from_data_url(self, url: str, max_rows: int) -> PreparedImage:
         return self._from_file(read_data_url(url, self._limits), max_rows)
 
-    def _from_file(self, data: bytes, max_rows: int) -> ImageRows:
+    def _from_file(self, data: bytes, max_rows: int) -> PreparedImage:
         return self.prepare(decode_image(data, self._limits), max_rows)
 
-    def prepare(self, image: Image.Image, max_rows: int) -> ImageRows:
+    def prepare(self, image: Image.Image, max_rows: int) -> PreparedImage:
         """What the image processor makes of an image. Raises ImageError."""
         info, max_rows = self.info, min(max_rows, self.info.max_rows)
         if info.image_rows > max_rows:
@@ -152,7 +152,7 @@ class Vision:
         if pixels.shape != (info.pixel_shape if not info.mrope else (int(np.prod(grid)), info.pixel_shape[1])):
             raise ImageError("the image became something that the model does not take")
         side = max(grid[1:]) // info.merge_size if grid else rows
-        return ImageRows(pixels, rows, info.two_way, grid, side, info.merge_size, _row_digests(pixels, grid, rows))
+        return PreparedImage(pixels, rows, info.two_way, grid, side, info.merge_size, _row_digests(pixels, grid, rows))
 
     def _rows_of(self, image: Image.Image) -> int:
         """Without preparing it: an image may be meant to become a thousand rows or a hundred thousand."""

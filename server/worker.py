@@ -31,7 +31,7 @@ from server.channel import Channel
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ENGINE_STOPPED, EngineFailed
-from server.http_protocol import LimitedHttpProtocol
+from server.http_protocol import LimitedHttpProtocol, Writes
 from server.lifecycle import Lifecycle
 from server.log_format import formatter
 from server.metrics import Metrics
@@ -52,6 +52,7 @@ EXIT_CONFIGURATION = 3
 SHUTTING_DOWN = "The server is shutting down."
 FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
+_COLLECT_AFTER_OBJECTS = 20_000
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
 _HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
@@ -135,6 +136,8 @@ class Worker:
         )
         self._serving: asyncio.Task[None] | None = None
         self._connecting: set[asyncio.Task[None]] = set()
+        self._writes: Writes | None = None
+        """Of all connections."""
 
     def start(self) -> None:
         self.engine.start()
@@ -154,6 +157,8 @@ class Worker:
         # What is there now stays: the collector need not walk through it again while it holds up every stream.
         gc.collect()
         gc.freeze()
+        # A step of a few hundred streams makes more objects than the default threshold, and all of them go with it.
+        gc.set_threshold(_COLLECT_AFTER_OBJECTS, 10, 10)
 
     def take(self, connection: socket.socket) -> bool:
         """Serve `connection`. Always possible."""
@@ -177,6 +182,8 @@ class Worker:
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
+            if services.vision is not None:
+                services.vision.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.flush)
 
@@ -188,7 +195,10 @@ class Worker:
             connection.close()
 
     def _protocol(self) -> LimitedHttpProtocol:
-        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        if self._writes is None:
+            self._writes = Writes(loop)
+        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop, self._writes)
         protocol.read_seconds = 2 * self._config.silent_seconds
         return protocol
 

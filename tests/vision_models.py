@@ -31,6 +31,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -50,8 +52,9 @@ from tests.models import (
     build_tokenizer,
 )
 
-VisionFamily = Literal["gemma3", "llava", "qwen2_vl"]
+VisionFamily = Literal["gemma3", "llava", "qwen2_vl", "qwen2_5_vl"]
 VISION_FAMILIES: tuple[VisionFamily, ...] = ("gemma3", "llava", "qwen2_vl")
+"""What most tests run on: to Qwen2-VL the last one is like the first, but for its tower."""
 
 FIXED_ROWS = 9
 """Of an image, where that doesn't depend on its size: more than the window, so that both of Gemma's masks matter."""
@@ -70,18 +73,21 @@ def _template(image: str) -> str:
     return _TURNS + content + _END
 
 
+_QWEN_SPECIAL = {
+    "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+}  # fmt: skip
 _SPECIAL = {
     "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
     "llava": {"image_token": "<image>"},
-    "qwen2_vl": {
-        "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
-        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
-    },
-}  # fmt: skip
+    "qwen2_vl": _QWEN_SPECIAL,
+    "qwen2_5_vl": _QWEN_SPECIAL,
+}
 PLACEHOLDER = {
     "gemma3": "<start_of_image>",
     "llava": "<image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """What stands for an image in a text that the processor takes."""
 
@@ -103,7 +109,8 @@ def build_vision_model(family: VisionFamily, folder: Path) -> Path:
     """Save the family's tiny model (fp32), its generation config and its processor in `folder`; returns it."""
     tokenizer = build_tokenizer(_SPECIAL[family])
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _SPECIAL[family].items()}
-    model, processor = {"gemma3": _gemma3, "llava": _llava, "qwen2_vl": _qwen2_vl}[family](tokenizer, ids)
+    build = {"gemma3": _gemma3, "llava": _llava, "qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl}[family]
+    model, processor = build(tokenizer, ids)
     _initialise(model, 0)
     _sharpen(model)
     model.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
@@ -150,23 +157,35 @@ def _llava(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
 
 
 def _qwen2_vl(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
-    text = _shared(
-        num_hidden_layers=3,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    )
+    vision = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    return Qwen2VLForConditionalGeneration(_qwen_config(Qwen2VLConfig, vision, ids)), _qwen_processor(tokenizer)
+
+
+def _qwen2_5_vl(tokenizer: Any, ids: dict[str, int]) -> tuple[Any, Any]:
     vision = {
-        "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+        "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "window_size": 32,
+        "fullatt_block_indexes": [1],
     }  # fmt: skip
-    config = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=ids["image_token"], video_token_id=ids["video_token"],
+    return Qwen2_5_VLForConditionalGeneration(_qwen_config(Qwen2_5_VLConfig, vision, ids)), _qwen_processor(tokenizer)
+
+
+def _qwen_config(kind: Any, vision: dict[str, Any], ids: dict[str, int]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    patches = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    return kind(
+        text_config=_shared(num_hidden_layers=3, rope_parameters=rope),
+        vision_config={"depth": 2, "num_heads": 2, **patches, **vision},
+        image_token_id=ids["image_token"], video_token_id=ids["video_token"],
         vision_start_token_id=ids["vision_start_token"], vision_end_token_id=ids["vision_end_token"],
         tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def _qwen_processor(tokenizer: Any) -> QwenProcessor:
     images = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 4 * 16 * 16, "longest_edge": 24 * 16 * 16}, patch_size=8, merge_size=2
     )
-    return Qwen2VLForConditionalGeneration(config), QwenProcessor(images, tokenizer)
+    return QwenProcessor(images, tokenizer)
 
 
 class QwenProcessor:
@@ -222,7 +241,7 @@ def fresh_model(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def vision_processor(path: Path) -> Any:
-    if AutoConfig.from_pretrained(path).model_type == "qwen2_vl":
+    if AutoConfig.from_pretrained(path).model_type in ("qwen2_vl", "qwen2_5_vl"):
         return QwenProcessor(AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path))
     return AutoProcessor.from_pretrained(path)
 

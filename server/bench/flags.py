@@ -7,7 +7,7 @@ import argparse
 from server.flag_types import integer, invalid, nonempty, real, seconds, with_default
 
 MANY = 1 << 31
-WORKLOADS = ("ids", "embeds", "text", "mixed", "jsonl", "trace")
+WORKLOADS = ("ids", "embeds", "text", "mixed", "images", "jsonl", "trace")
 LIMITS = ("ttft", "tpot", "itl", "e2el")
 MAX_PROCS = 64
 
@@ -40,8 +40,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = (
-        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, those of a"
-        " file (--prompts), or those of a recorded trace (--trace)"
+        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, random"
+        " images with words behind them (chat), those of a file (--prompts), or those of a recorded trace (--trace)"
     )
     add("--workload", choices=WORKLOADS, default="ids", help=with_default(text, "ids"))
     text = "rows of a random prompt"
@@ -61,6 +61,10 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     add("--embeds-dtype", choices=dtypes, default="bfloat16", help=with_default(text, "bfloat16"))
     text = "standard deviation of random embeddings"
     add("--embeds-std", type=real(0.0, 1e3), default=0.02, metavar="STD", help=with_default(text, 0.02))
+    text = "images of a request"
+    add("--images-per-request", type=integer(1, 16), default=1, metavar="N", help=with_default(text, 1))
+    text = "their width and height"
+    add("--image-side", type=integer(8, 8192), default=512, metavar="PIXELS", help=with_default(text, 512))
     text = "of a mix, the share of requests that are embeddings"
     add("--embeds-share", type=real(0.0, 1.0), default=0.5, metavar="SHARE", help=with_default(text, 0.5))
     text = (

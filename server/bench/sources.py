@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from server.bench.flags import UsageError
+from server.bench.image_workload import RandomImages
 from server.bench.prompt_files import FileError, StoredPrompts, TraceEntry, TracePrompts, read_prompts, read_trace
 from server.bench.workloads import Common, Mixed, RandomEmbeds, RandomIds, RandomText, Workload
 
@@ -75,6 +76,9 @@ def _random(flags: argparse.Namespace, common: Common, seed: int) -> Workload:
         return ids
     if flags.workload == "text":
         return RandomText(common, flags.input_len, seed, flags.chat)
+    if flags.workload == "images":
+        text = RandomText(common, flags.input_len, seed)
+        return RandomImages(common, text, flags.images_per_request, flags.image_side, seed)
     embeds = RandomEmbeds(common, flags.input_len, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed)
     if flags.workload == "embeds":
         return embeds

@@ -154,8 +154,10 @@ class RandomText:
     chat: bool = False
 
     def prepare(self, index: int) -> Prepared:
-        words = np.random.default_rng((self.seed, 5, index)).choice(_WORDS, self.input_len)
-        return text_request(self.common, " ".join(words), self.common.output_len, chat=self.chat)
+        return text_request(self.common, self.words(index), self.common.output_len, chat=self.chat)
+
+    def words(self, index: int) -> str:
+        return " ".join(np.random.default_rng((self.seed, 5, index)).choice(_WORDS, self.input_len))
 
     def others(self, offset: int) -> Workload:
         return replace(self, seed=self.seed + offset)

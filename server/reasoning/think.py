@@ -41,6 +41,11 @@ class ThinkParser:
         """How many characters of the text belong to the reasoning, its markers included; None while it goes on."""
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may be the beginning of either part."""
+        return self._state == self._begin
+
+    @property
     def may_reason(self) -> bool:
         """Whether the next text may belong to the reasoning."""
         return self.end is None or self._state == self._begin
@@ -60,6 +65,7 @@ class ThinkParser:
         held, self._held = self._held, ""
         if self._state == self._begin and not self._is_open:
             self._emit("content", "".join(self._space) + held)
+            self._state = self._content
         elif held:
             self._emit("reasoning", "".join(self._space) + held)
         return self._take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from server.chat import OpenChat
 from server.chat_format import ChoiceParts
 from server.chat_parts import Content, Part
 from server.choices import Delta, TokenRecord
-from server.errors import APIError, InternalError, log_exception
+from server.errors import APIError
 from server.event_stream import EventStream
 from server.logprobs import LogprobFormat
 from server.responses.head import ResponseHead
@@ -78,7 +78,7 @@ class ResponseAnswer:
             return []
         self._waiting += tokens
         end = 0 if self._parts is None else self._parts.reasoning_end
-        if end is None:
+        if end is None or (self._parts is not None and self._parts.is_undecided):
             return []
         records = [record for record in self._waiting if record.offset >= end]
         self._waiting.clear()
@@ -100,34 +100,33 @@ async def whole(answer: ResponseAnswer) -> Response:
 
 
 def streamed(answer: ResponseAnswer) -> Response:
-    """Named events, and no [DONE]: the last event says how it ended."""
-    return EventStream(_events(answer), answer.answer.close, done=b"")
+    return EventStream(answer.answer, _ResponseEvents(answer))
 
 
-async def _events(answer: ResponseAnswer) -> AsyncGenerator[bytes]:
-    number = 0
+class _ResponseEvents:
+    """`event_stream.Events`: named ones, and no [DONE], since the last one says how it ended."""
 
-    def encode(event: Json) -> bytes:
-        nonlocal number
-        event["sequence_number"] = number
-        number += 1
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer = answer
+        self._number = 0
+
+    def begin(self) -> bytes:
+        running = self._answer.head.running()
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event({"type": kind, "response": running}) for kind in kinds)
+
+    def encode(self, delta: Delta) -> bytes:
+        return b"".join(map(self._event, self._answer.feed(delta)))
+
+    async def end(self) -> bytes:
+        body, data = await self._answer.end()
+        return self._event({"type": f"response.{body['status']}", "response": msgspec.Raw(data)})
+
+    def fail(self, error: APIError) -> bytes:
+        return self._event({"type": "response.failed", "response": self._answer.failed(error)})
+
+    def _event(self, event: Json) -> bytes:
+        event["sequence_number"] = self._number
+        self._number += 1
         kind: str = event["type"]
         return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
-
-    running = answer.head.running()
-    yield encode({"type": "response.created", "response": running})
-    yield encode({"type": "response.in_progress", "response": running})
-    try:
-        async with aclosing(answer.answer.deltas()) as deltas:
-            async for delta in deltas:
-                events = b"".join(map(encode, answer.feed(delta)))
-                if events:
-                    yield events
-        body, data = await answer.end()
-        last: Json = {"type": f"response.{body['status']}", "response": msgspec.Raw(data)}
-    except APIError as error:
-        last = {"type": "response.failed", "response": answer.failed(error)}
-    except Exception as error:
-        log_exception(error)
-        last = {"type": "response.failed", "response": answer.failed(InternalError())}
-    yield encode(last)

@@ -5,12 +5,14 @@
 A scripted runner makes one token a step for each of `--streams` streamed completions, in so many steps a second that
 all of them together are `--rate` tokens. Prints one JSON line: CPU microseconds (user and system) per event of all API
 processes, tokens per event (1 where the reader keeps up; a late one finds tokens merged, which costs less a token), how
-the connections are spread over the processes, and the latency of /livez meanwhile, then while a body of 64 MiB arrives.
+the connections are spread over the processes, and the latency of /livez meanwhile, then while prompts of 64 MiB of rows
+arrive (85 MB of base64 in JSON, one after another).
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import json
 import multiprocessing
@@ -27,6 +29,9 @@ from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
 
 from runner.default_model import default_model_path
 from tests.server.harness import ServerProcess
@@ -62,7 +67,7 @@ def measure(server: ServerProcess, load: Load, seconds: float) -> dict[str, Any]
     pids = api_processes(server)
     latencies: list[float] = []
     windows = [window(server, pids, load, latencies) for _ in range(max(1, round(seconds / _WINDOW)))]
-    with upload(server.port, 64 << 20):
+    with upload(server.port, rows_body(64 << 20)):
         loaded = probe_latencies(server.port, 3.0)
     costs = [cpu / events * 1e6 for cpu, _, events in windows]
     tokens, events = sum(each[1] for each in windows), sum(each[2] for each in windows)
@@ -136,16 +141,17 @@ def probe_latencies(port: int, seconds: float) -> list[float]:
 
 
 @contextmanager
-def upload(port: int, size: int) -> Iterator[None]:
-    """Meanwhile a body of `size` bytes arrives, again and again."""
+def upload(port: int, body: bytes) -> Iterator[None]:
+    """Meanwhile `body` arrives, again and again."""
     over = threading.Event()
-    text = json.dumps({"prompt": [5], "max_tokens": 1, "user": "x" * size}).encode()
 
     def send() -> None:
         while not over.is_set():
             connection = http.client.HTTPConnection("127.0.0.1", port)
-            connection.request("POST", "/v1/completions", text, {"Content-Type": "application/json"})
-            connection.getresponse().read()
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            response.read()
             connection.close()
 
     thread = threading.Thread(target=send)
@@ -155,6 +161,13 @@ def upload(port: int, size: int) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def rows_body(size: int) -> bytes:
+    """A request whose prompt is `size` bytes of the default model's rows."""
+    hidden = json.loads((default_model_path() / "config.json").read_text())["hidden_size"]
+    payload = save({"rows": np.ones((size // 4 // hidden, hidden), np.float32)})
+    return json.dumps({"prompt_embeds": base64.b64encode(payload).decode(), "max_tokens": 1}).encode()
 
 
 # --- the clients ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class FaultyServer(RealServer):
 
     @property
     def runner_pid(self) -> int:
-        return self.processes()["runner"].pid
+        return int(self.processes()["runner"].pid)
 
     def footprints(self, *, objects: bool = True) -> dict[str, Footprint]:
         """`objects`: count these too, in the processes that `launch` has started."""

@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import transformers
 
 from tests.faults.faulty_server import FaultyServer, Footprint
 from tests.faults.soak_clients import SoakClient
@@ -155,6 +156,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         model = build_tiny_model("llama", folder / "tiny")

@@ -15,7 +15,7 @@ import httpx
 
 from tests.faults.body_mutator import BodyMutator
 from tests.faults.faulty_server import FaultyServer, request_bytes
-from tests.faults.test_bad_bodies import Verdicts, valid_bodies
+from tests.faults.test_bad_bodies import Verdicts, examples_of, valid_bodies
 from tests.faults.test_disconnects import leave
 from tests.faults.traffic import RESPONSES, Traffic
 
@@ -38,7 +38,7 @@ class SoakClient(threading.Thread):
         self._rng = random.Random(seed)
         self._traffic = Traffic(model, seed, max_tokens=60)
         self._mutator = BodyMutator(seed)
-        self._valid = valid_bodies(model, seed)
+        self._valid = valid_bodies(model, seed, examples_of(server))
         self._verdicts = Verdicts(server, model)
         self._actions: dict[Callable[[], str], int] = {
             self._whole: 30,

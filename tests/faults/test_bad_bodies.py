@@ -9,7 +9,7 @@ import random
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 from pathlib import Path
@@ -29,7 +29,8 @@ SHAPE = {"message", "type", "param", "code"}
 
 TELLTALES = re.compile(
     r"/(?:home|root|tmp|usr|opt|var|proc|work|etc(?!/passwd))\b|site-packages|\.py\b|\bline \d+\b.*\bin \w+"
-    r"|Traceback|0x[0-9a-f]{6,}|\bipc://|\bworker\d|\.sock\b|object at|<class|pydantic|starlette|uvicorn|torch\.",
+    r"|Traceback|0x[0-9a-f]{6,}|\bipc://|\bworker\d|\.sock\b|object at|<class|pydantic|starlette|uvicorn"
+    r"|torch\.(?:nn|_|cuda)",
     re.IGNORECASE,
 )
 """Folders, files, addresses, names of libraries: what an error must never tell."""
@@ -78,51 +79,48 @@ class Verdicts:
         assert not [name for name in self._hidden if name in text], f"{text[:500]} for {told}"
 
 
-def valid_bodies(model: Path, seed: int) -> Callable[[], tuple[str, dict[str, Any]]]:
+def examples_of(server: FaultyServer) -> list[tuple[str, dict[str, Any]]]:
+    """Every route that takes JSON, with the body that /openapi.json shows for it."""
+    with server.client() as client:
+        paths = client.get("/openapi.json").json()["paths"]
+    found = []
+    for path, methods in paths.items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" in content:
+            found.append((re.sub(r"{[^}]*}", "nobody", path), content["application/json"]["example"]))
+    return found
+
+
+def valid_bodies(
+    model: Path, seed: int, examples: Sequence[tuple[str, dict[str, Any]]]
+) -> Callable[[], tuple[str, dict[str, Any]]]:
     """Draws a route and a body that it takes."""
     traffic, rng = Traffic(model, seed, max_tokens=4), random.Random(seed)
-    message = {"role": "user", "content": "hello"}
-    others: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/completions/render", {"prompt": "hello"}),
-        ("/v1/chat/completions/render", {"messages": [message]}),
+    more = [
         ("/tokenize", {"prompt": "hello"}),
-        ("/tokenize", {"messages": [message]}),
-        ("/detokenize", {"tokens": [5, 6, 7]}),
-        ("/v1/tokenize", {"prompt": "hello", "add_special_tokens": False}),
-        ("/v1/detokenize", {"tokens": [5, 6, 7]}),
-        ("/abort", {"id": "cmpl-00000000000000000000000000000000"}),
+        ("/v1/completions/render", {"prompt": [5, 6, 7], "add_special_tokens": True}),
     ]
 
     def draw() -> tuple[str, dict[str, Any]]:
-        return traffic.draw() if rng.random() < 0.7 else rng.choice(others)
+        return traffic.draw() if rng.random() < 0.6 else rng.choice([*examples, *more])
 
     return draw
-
-
-def routes_of(server: FaultyServer) -> set[str]:
-    with server.client() as client:
-        paths = client.get("/openapi.json").json()["paths"]
-    return {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
 
 
 def test_wrong_bodies(faulty: FaultyServer, llama: Path, long_run: bool) -> None:
     count, seed = (20_400, random.randrange(1 << 30)) if long_run else (480, 7)
     print("seed", seed)
-    verdicts = Verdicts(faulty, llama)
+    verdicts, examples = Verdicts(faulty, llama), examples_of(faulty)
 
-    def client(number: int) -> set[str]:
-        mutator, draw = BodyMutator(seed + number), valid_bodies(llama, seed + number)
-        paths = set()
+    def client(number: int) -> None:
+        mutator, draw = BodyMutator(seed + number), valid_bodies(llama, seed + number, examples)
         with faulty.client() as client:
             for _ in range(count // CLIENTS):
                 path, body = draw()
                 verdicts.send(client, path, mutator.mutate(body))
-                paths.add(path)
-        return paths
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        tried = set().union(*pool.map(client, range(CLIENTS)))
-    assert routes_of(faulty) <= tried, "a route that is not tried: add a body for it to `valid_bodies`"
+        list(pool.map(client, range(CLIENTS)))
     refused = sum(number for status, number in verdicts.statuses.items() if status != 200)
     assert refused > count / 3, verdicts.statuses  # The others were still valid.
     print(dict(verdicts.statuses))

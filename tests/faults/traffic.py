@@ -108,6 +108,7 @@ class Traffic:
         return CHAT, {"messages": self._messages(), "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
 
     def grammar(self) -> tuple[str, Body]:
+        wanted: Body
         if self._rng.random() < 0.5:
             wanted = {"structured_outputs": {"regex": self._rng.choice(["[a-z]{3}", "(oak|elm)+"])}}
         else:

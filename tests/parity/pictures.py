@@ -71,7 +71,7 @@ def scene(path: Path, family: VisionFamily, layout: str, seed: int = 0, max_new_
 
 def _shown(family: VisionFamily, seed: int) -> Any:
     # Where the size of an image decides over its rows, not all are alike.
-    return picture(seed) if family != "qwen2_vl" else picture(seed, 40 + 16 * (seed % 3), 40)
+    return picture(seed) if family in ("gemma3", "llava") else picture(seed, 40 + 16 * (seed % 3), 40)
 
 
 def _pieces(path: Path, inputs: Any) -> tuple[Piece, ...]:

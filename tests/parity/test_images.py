@@ -38,6 +38,16 @@ def scenes(family: VisionFamily, tiny_vision_model: TinyVision) -> list[Scene]:
     return [scene(path, family, layout) for layout in LAYOUTS]
 
 
+def test_qwen2_5_vl(tiny_vision_model: TinyVision) -> None:
+    """Its tower attends in windows; the rest is Qwen2-VL's."""
+    path = tiny_vision_model("qwen2_5_vl")
+    harness = Harness(path)
+    asked = [scene(path, "qwen2_5_vl", layout) for layout in ("ab", "a0b1c")]
+    numbers = [(ask(harness, each, mixed=mixed), each) for each in asked for mixed in (None, 0)]
+    harness.run()
+    assert all(harness.tokens(number) == each.tokens for number, each in numbers)
+
+
 @pytest.fixture
 def gemma3(tiny_vision_model: TinyVision) -> Path:
     return tiny_vision_model("gemma3")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runner.fair_queue import FairQueue
 from runner.sequence import Request, Sequence
 from tests.parity.toy_device import ToyEngine
-from tests.runner.test_scheduler import entries_of, make_request, prompt
+from tests.runner.test_scheduler import entries_of, make_request, prompt, two_that_need_a_block
 
 
 def request(
@@ -115,6 +115,16 @@ def test_priority_is_before_turns_and_the_preempted_are_before_both() -> None:
     assert serve(queue, 3) == [1, 2, 0]
 
 
+def test_the_last_preempted_goes_first() -> None:
+    """It was admitted before the other one: the newest is preempted first."""
+    queue = FairQueue()
+    newest, older = (Sequence.of_request(request(number))[0] for number in range(2))
+    for sequence in (newest, older):
+        queue._open[0] += 1
+        queue.put_back(sequence)
+    assert serve(queue, 2) == [1, 0]
+
+
 def test_choices_wait_for_the_one_that_computes_their_prompt() -> None:
     queue = FairQueue(2)
     siblings = add(queue, request(0, 0, n=3))
@@ -166,6 +176,24 @@ def test_the_next_slot_goes_to_the_client_that_waits() -> None:
     assert engine.scheduler.ended_requests == [20, 1]
     assert engine.scheduler.generated_tokens == [40, 2]
     assert engine.scheduler.unqueued_rows == 21 * 4
+
+
+def test_clients_are_charged_for_rows_and_tokens() -> None:
+    engine = ToyEngine(num_slots=2, num_clients=3)
+    engine.add(request(0, client=1, rows=6, max_tokens=3))
+    engine.add(request(1, client=2, rows=2, max_tokens=5))
+    engine.run()
+    assert engine.scheduler.waiting._served.tolist() == [0, 6 + 3, 2 + 5]
+
+
+def test_a_preempted_request_is_not_charged_for_its_second_time() -> None:
+    engine = ToyEngine(num_blocks=9, max_num_batched_tokens=32, num_clients=2)
+    two_that_need_a_block(engine)
+    engine.retire()
+    engine.run()
+    assert engine.scheduler.preemptions == 1
+    rows = sum(engine.scheduler.waiting._served.tolist())
+    assert rows == 2 * 16 + sum(map(len, engine.tokens.values()))
 
 
 def test_aborted_requests_are_accounted_for_once() -> None:

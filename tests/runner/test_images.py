@@ -21,8 +21,9 @@ GRID = VisionInfo("qwen2_vl", 3, mrope=True, merge_size=2, pixel_shape=(0, 5), m
 
 
 def make(
-    spans: list[Span], vision: VisionInfo | None, *, prompt_len: int = 12, positions: Any = None, change: Any = bytes
-) -> Request:
+    spans: list[Span], vision: VisionInfo | None, *, prompt_len: int = 12, positions: Any = None, change: Any = bytes,
+    number: int = 1, max_tokens: int = 10,
+) -> Request:  # fmt: skip
     """`change`: what is done to the images' frames."""
     ids = np.full(prompt_len, 7, np.int32)
     for span in spans:
@@ -33,7 +34,7 @@ def make(
     for span in spans:
         size = 4 * int(np.prod(span.pixels)) if span.pixels else span.length * ROW_SIZE
         frames.append(change(bytes(size)) if span.pixels else bytes(size))
-    message = Generate(0, 1, 1, SamplingParams(4), tuple(spans), has_positions=positions is not None)
+    message = Generate(0, number, 1, SamplingParams(max_tokens), tuple(spans), has_positions=positions is not None)
     return Request.from_message(
         message, [memoryview(frame) for frame in frames], vocab_size=10, row_size=ROW_SIZE, max_model_len=64,
         block_size=4, private_cache=False, vision=vision,
@@ -173,6 +174,27 @@ def test_a_span_that_does_not_fit_waits() -> None:
     request = make([Span(2, 4, two_way=True)], FIXED)
     assert [_whole_spans(request, 0, rows, most) for rows, most in ((2, 2), (3, 3), (5, 5), (6, 6))] == [2, 2, 2, 6]
     assert [_whole_spans(request, 2, rows, most) for rows, most in ((1, 3), (3, 4), (5, 5))] == [0, 4, 5]
+
+
+def test_a_span_is_not_held_up_by_those_that_decode() -> None:
+    """It may be longer than the chunks that others' decodes allow; what the step has beside them is enough for it."""
+    scheduler = Scheduler(
+        num_slots=2, num_blocks=40, block_size=4, max_model_len=64, max_num_batched_tokens=5, max_admitted_rows=80,
+        chunked_prefill_size=2,
+    )  # fmt: skip
+    text, image = make([], FIXED, number=1, max_tokens=20), make([IMAGE], FIXED, number=2)
+    scheduler.add(text)
+    chunks: list[int] = []
+    for at in range(13):
+        if at == 3:
+            scheduler.add(image)
+        step = scheduler.schedule()
+        assert step is not None
+        counts = np.diff(step.starts).tolist()
+        chunks += [rows for s, rows in zip(step.sequences, counts, strict=True) if s.request is image]
+        scheduler.retire(step, np.ones(step.num_entries, np.int64))
+    assert len(scheduler.requests) == 2  # both go on
+    assert chunks == [2, 4, 2, 2, 2, 1, 1, 1, 1, 1]  # the second is the image's
 
 
 def test_a_hit_within_a_span_is_cut_back() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -27,9 +26,14 @@ def engine(**options: Any) -> FakeEngine:
 
 async def collect(batch: Batch) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    async with aclosing(batch.events()) as events:
-        async for index, event in events:
-            found.setdefault(index, []).extend(event.tokens)
+    news = asyncio.Event()
+    batch.listen(news.set)
+    while not batch.has_ended:
+        await news.wait()
+        news.clear()
+        while (taken := batch.take()) is not None:
+            found.setdefault(taken[0], []).extend(taken[1].tokens)
+    batch.listen(None)
     return found
 
 
@@ -95,8 +99,17 @@ def test_an_engine_that_dies(count: int) -> None:
     asyncio.run(main())
 
 
+def test_news_from_before_the_reader_listened_are_not_lost() -> None:
+    async def main() -> dict[int, list[int]]:
+        batch = await Batch.open(engine(), requests(3))
+        await asyncio.sleep(0.05)  # all that comes has come
+        return await asyncio.wait_for(collect(batch), 5)
+
+    assert asyncio.run(main()) == {index: [4 + index] * 5 for index in range(3)}
+
+
 @pytest.mark.parametrize("count", [1, 3])
-def test_closing_aborts_what_has_not_ended_and_leaves_no_task(count: int) -> None:
+def test_closing_aborts_what_has_not_ended(count: int) -> None:
     fake = engine(hang=True)
 
     async def main() -> None:
@@ -107,7 +120,8 @@ def test_closing_aborts_what_has_not_ended_and_leaves_no_task(count: int) -> Non
         await asyncio.gather(reader, return_exceptions=True)
         batch.close()
         await asyncio.sleep(0)
-        assert all("_pump" not in repr(task) for task in asyncio.all_tasks())
+        assert batch.take() is None
+        assert batch.has_ended
 
     asyncio.run(main())
     assert [each.aborted for each in fake.submitted] == [[-1]] * count

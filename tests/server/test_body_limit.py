@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from server import body_limit
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
+from server.image_file import MAX_IMAGE_BYTES
 from server.request_context import RequestContext, current_request, release_body
 from tests.server.fakes import FakeEngine, application, say, services
 from tests.server.harness import ServerProcess
@@ -235,6 +236,9 @@ def test_the_limit_follows_from_the_model() -> None:
     embedding_in_base64 = 2048 * 4096 * 4 * 4 // 3
     assert embedding_in_base64 < ServerConfig().body_limit_for(2048, 4096) < embedding_in_base64 * 1.1
     assert ServerConfig(max_body_bytes=5).body_limit_for(2048, 4096) == 5
+    two_images = 2 * MAX_IMAGE_BYTES * 4 // 3
+    assert two_images < ServerConfig().body_limit_for(512, 64, sees=True) < two_images * 1.2
+    assert ServerConfig().body_limit_for(8192, 4096, sees=True) == ServerConfig().body_limit_for(8192, 4096)
 
 
 # --- through a server -------------------------------------------------------------------------------------------------

@@ -630,11 +630,9 @@ def test_a_full_queue(count: int) -> None:
 def test_an_engine_that_forgets_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream ends; ours must not look like a success."""
 
-    async def forget(*_: Any) -> Any:
-        raise StopAsyncIteration
-
     with api(say(ANSWER), hang=True) as (client, _):
-        monkeypatch.setattr("server.generation.GenerationStream.__anext__", forget)
+        monkeypatch.setattr("server.generation.GenerationStream.take", lambda *_: None)
+        monkeypatch.setattr("server.generation.GenerationStream.has_ended", True)
         assert client.post(ROUTE, {"prompt": PROMPT}).status_code == EngineFailed().status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,17 @@ def test_a_client_that_leaves_while_it_sends(slow: ServerProcess) -> None:
     assert slow.complete(1).status_code == 200
     assert "Traceback" not in slow.stderr
     assert "unexpected" not in slow.stderr
+
+
+def test_who_has_sent_another_request_behind_the_first(slow: ServerProcess, watch: Watch) -> None:
+    """Pipelined: the one that is being answered is not the one that came last."""
+    body = json.dumps(completion(ENDLESS, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", slow.port)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: len(watch.requests("generate")) == 1)
+        assert connection.recv(100)
+    eventually(partial(watch.all_aborted, 1), 2)
 
 
 def test_many_at_random_times(slow: ServerProcess, watch: Watch) -> None:

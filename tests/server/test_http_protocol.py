@@ -226,5 +226,28 @@ def test_what_frames_a_body_has_a_limit(data: bytes, more: bytes) -> None:
 
 
 def test_chunks_of_one_byte_are_let_be() -> None:
-    answer = answer_to(CHUNKED + b"1\r\nx\r\n" * 100_000, more=b"0\r\n\r\n")
+    answer = answer_to(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_may_wait_behind_others_but_not_without_end() -> None:
+    """A read of 256 KiB holds thousands, and what waits would grow with every answer."""
+    get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert answer_to(get * 2).count(b"HTTP/1.1 200") == 1  # That answer closes the connection.
+    answer = answer_to(get * 200)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_nothing_is_written_into_another_answer(server: ServerProcess) -> None:
+    """A bad request behind others that are still being answered: what is sent of these stays what it is."""
+    body = json.dumps({"model": "scripted", "prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body.encode())
+        answer = connection.recv(1000)
+        connection.sendall(request() + b"nonsense\r\n\r\n")
+        while data := connection.recv(65536):
+            answer += data
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"[DONE]" not in answer

@@ -24,7 +24,7 @@ from server.image_template import ImageTemplate
 from server.prompt import PromptRows
 from server.segments import EmbeddingPart, IdsPart, ImagePart, Part, TextPart, parse_parts
 from server.tokenizer import Tokenizer
-from server.vision import ImageRows, Layout, Vision
+from server.vision import Layout, PreparedImage, Vision
 from tests.models import CHAT_TEMPLATE
 from tests.server.fakes import Api, FakeEngine, say, services, tokenizer
 from tests.vision_models import picture
@@ -253,6 +253,20 @@ def test_a_template_that_wants_lists_gets_them() -> None:
         assert engine.submitted[1].prompt.token_ids.tolist() == ids_of("second")
 
 
+def test_a_template_that_shows_all_images_first() -> None:
+    """As LLaVA's: which is which follows from their order."""
+    images = "{% for item in message['content'] if item['type'] == 'image' %}<begin>\n{% endfor %}"
+    words = "{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }} {% endfor %}"
+    template = f"{{% for message in messages %}}{images}{words}{{% endfor %}}"
+    for client, engine in make_api(template):
+        assert chat(client, text("a"), image(1), text("<begin>"), image(2)).status_code == 200
+        prompt = engine.submitted[0].prompt
+        colours = [np.frombuffer(frame, np.float32) for frame in prompt.rows]
+        assert np.allclose(colours, [np.asarray(picture(seed)).mean((0, 1)) for seed in (1, 2)])
+        assert prompt.token_ids.tolist()[: len(ids_of("\n\n<begin>"))] == ids_of("\n\n<begin>")
+        assert prompt.tail_ids.tolist() == ids_of("<end>\n\na <begin> ")
+
+
 def test_images_that_a_template_drops() -> None:
     template = TEMPLATE.replace("{% for message in messages %}", "{% for message in messages[-1:] %}")
     messages = [{"role": "user", "content": [image()]}, {"role": "user", "content": [image()]}]
@@ -273,9 +287,11 @@ def test_what_does_not_go_with_images(api: tuple[Api, FakeEngine]) -> None:
 # --- positions ------------------------------------------------------------------------------------------------------
 
 
-def rows(num_rows: int, grid: tuple[int, ...] = (), merge: int = 2) -> ImageRows:
+def rows(num_rows: int, grid: tuple[int, ...] = (), merge: int = 2) -> PreparedImage:
     side = max(grid[1:], default=0) // merge
-    return ImageRows(np.zeros((4, 1), np.float32), num_rows, False, grid, side, merge, bytes(num_rows * DIGEST_BYTES))
+    return PreparedImage(
+        np.zeros((4, 1), np.float32), num_rows, False, grid, side, merge, bytes(num_rows * DIGEST_BYTES)
+    )
 
 
 def test_positions_of_images_in_three_dimensions() -> None:

@@ -77,6 +77,8 @@ def test_vllm_has_its_own_names_if_they_are_asked_for() -> None:
     (info,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
     for label in ('block_size="16"', 'num_gpu_blocks="65"', 'enable_prefix_caching="True"'):
         assert label in info
+    names = {each.name.removeprefix(VLLM_PREFIX) for each in text_string_to_metric_families(text)}
+    assert names & {family.name for family in FAMILIES} == {family.name for family in FAMILIES if family.in_vllm}
     assert VLLM_PREFIX not in Metrics("m").exposition()[0].decode()
 
 

@@ -13,6 +13,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from server.bench.image_workload import RandomImages
 from server.bench.workloads import (
     CHAT,
     COMPLETIONS,
@@ -26,6 +27,7 @@ from server.bench.workloads import (
     Workload,
 )
 from server.file_tensor import RowLimits
+from server.image_file import ImageLimits, decode_image, read_data_url
 from server.safetensors_file import read_safetensors
 
 COMMON = Common("m", output_len=9)
@@ -145,3 +147,24 @@ def test_a_mix_has_its_shares(share: float) -> None:
     workload = Mixed((RandomEmbeds(COMMON, 3, 4), RandomIds(COMMON, 3)), (share, 1 - share))
     kinds = [workload.prepare(index).kind for index in range(1000)]
     assert kinds.count("embeds") == pytest.approx(1000 * share, abs=50 if 0 < share < 1 else 0)
+
+
+def test_images() -> None:
+    """Read by the server's own reader: all of their size, no two alike."""
+    workload = RandomImages(COMMON, RandomText(COMMON, 7), count=2, side=50)
+    request = workload.prepare(3)
+    assert (request.kind, request.path, request.output_len) == ("images", CHAT, 9)
+    assert body(request) == body(workload.prepare(3))
+    seen = set()
+    for each in (workload.prepare(3), workload.prepare(4), workload.others(1).prepare(3)):
+        *images, text = body(each)["messages"][0]["content"]
+        assert text["type"] == "text" and len(text["text"].split()) == 7
+        assert len(images) == 2
+        for image in images:
+            file = read_data_url(image["image_url"]["url"], ImageLimits())
+            decoded = decode_image(file, ImageLimits())
+            assert decoded.size == (50, 50)
+            colours = decoded.getcolors()
+            assert colours is not None and len(colours) == 2 and min(count for count, _ in colours) > 1000
+            seen.add(decoded.tobytes())
+    assert len(seen) == 6
