@@ -21,6 +21,7 @@ from torch import Tensor
 
 from runner.attention.backend import AttentionBackend, AttentionBatch
 from runner.grammar import Outcome
+from runner.hints import counted_ids
 from runner.kernels.admit import admit
 from runner.kernels.embed import gather_rows
 from runner.kernels.prepare import SLOTS, STARTS, advance_slots, prepare_inputs
@@ -352,7 +353,7 @@ class DeviceStep:
         for score in launched.step.prompt_scores:
             count = score.end - score.start
             slot = int(launched.step.slots[score.entry])  # the host's: indexing with the device's would wait for it
-            targets = self.slots.token_ids[slot, score.start : score.end].long()
+            targets = counted_ids(self.slots.token_ids[slot, score.start : score.end].long())
             parts = []
             for first in range(0, count, SCORE_ROWS):
                 last = min(first + SCORE_ROWS, count)

@@ -7,8 +7,10 @@ array); `Generate` is followed by raw frames, in this order:
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
    row's bytes in the model's dtype. Empty when there is no embedding row;
-3. only if `has_positions`: position ids, int32 [3, num_rows];
-4. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
+3. only if `has_hints`: int32 [num_embedding_rows], the token that a row stands for in the client's opinion, or
+   `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
+4. only if `has_positions`: position ids, int32 [3, num_rows];
+5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
    what the image processor made of it, float32.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
@@ -161,6 +163,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     """Whose it is: the number of an API key of the server's, from 0 on. Limits and turns are by client."""
     has_positions: bool = False
     """The rows' position ids are given (`VisionInfo.mrope` models). Else row i is at position i."""
+    has_hints: bool = False
+    """Whether there is a frame of hints."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -330,8 +334,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt positions start, start + 1, …; None where the row is an embedding. Every position from 1 on is sent
-    exactly once, in order."""
+    """Prompt positions start, start + 1, …; None where the row is an embedding without a hint. Every position from 1 on
+    is sent exactly once, in order."""
 
     request: int
     start: int

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from runner.block_hash import BlockHashes, TwoWaySpan, position_offset
 from runner.grammar import Matcher
 from runner.hidden import NO_POSITION, KeptHidden, first_hidden
+from runner.hints import hinted_ids
 from runner.images import ImageInput, InvalidImage, image_inputs
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, VisionInfo
 
@@ -55,6 +56,9 @@ class Request:
     has_left_queue: bool = False
     """A sequence of it has had a slot, or all have ended."""
     arrived: float = field(default_factory=time.monotonic)
+    slot_ids: NDArray[np.int32] | None = None
+    """[prompt_len]: `token_ids` as the slots hold them where some embedding rows have hints (`runner.hints`). The
+    host's own ids, and with them the cache's keys, know nothing of hints."""
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
 
@@ -108,7 +112,8 @@ class Request:
             InvalidRequest
         """
         spans, sampling = message.spans, message.sampling
-        first_span = 3 if message.has_positions else 2
+        after_hints = 3 if message.has_hints else 2
+        first_span = after_hints + message.has_positions
         if len(frames) != first_span + len(spans) or frames[0].nbytes % 4:
             raise InvalidRequest("malformed frames")
         token_ids = np.frombuffer(frames[0], np.int32)
@@ -147,7 +152,7 @@ class Request:
         if private_cache:
             salt += b"\0%d,%d" % (message.worker, message.request)
         digests = bytes(frames[1])
-        position_ids = _positions(frames[2], prompt_len, vision) if message.has_positions else None
+        position_ids = _positions(frames[after_hints], prompt_len, vision) if message.has_positions else None
         two_way = _two_way(spans, digests, vision)
         try:
             images = image_inputs(spans, frames[first_span:], digests, vision)
@@ -170,6 +175,7 @@ class Request:
             position_ids=position_ids,
             priority=message.priority,
             client=message.client,
+            slot_ids=_slot_ids(token_ids, embedding, frames[2], vocab_size) if message.has_hints else None,
         )
 
     def embedding_rows(self, start: int, end: int) -> list[tuple[int, NDArray[np.uint8]]]:
@@ -207,6 +213,20 @@ def _two_way(spans: tuple[Span, ...], digests: bytes, vision: VisionInfo | None)
             found.append(TwoWaySpan(span.start, span.start + span.length, digest))
         first += span.length
     return tuple(found)
+
+
+def _slot_ids(
+    token_ids: NDArray[np.int32], embedding: NDArray[np.bool_], frame: memoryview, vocab_size: int
+) -> NDArray[np.int32]:
+    """Raises InvalidRequest."""
+    if frame.nbytes != 4 * int(embedding.sum()):
+        raise InvalidRequest("hints must match the embedding rows")
+    hints = np.frombuffer(frame, np.int32)
+    if len(hints) and not EMBEDDING_ID <= int(hints.min()) <= int(hints.max()) < vocab_size:
+        raise InvalidRequest(f"hints must be below {vocab_size}")
+    slot_ids = token_ids.copy()
+    slot_ids[embedding] = hinted_ids(hints)
+    return slot_ids
 
 
 @dataclass(eq=False)

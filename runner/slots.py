@@ -20,8 +20,8 @@ class SlotState:
     """What the device knows of each running sequence. S slots; all int32, on the device."""
 
     token_ids: Tensor
-    """[S, max_model_len]: prompt and sampled ids, `EMBEDDING_ID` at embedding rows; at those of a two-way span that
-    ends before row e, -1 - e. Negative ids are never tokens. Valid below `length`."""
+    """[S, max_model_len]: prompt and sampled ids; negative at embedding rows: `EMBEDDING_ID`, or -1 - e at those of a
+    two-way span that ends before row e, or what `runner.hints` makes of a hint. Valid below `length`."""
     block_table: Tensor
     """[S, blocks_per_seq]: KV blocks in row order. Valid below ceil(computed / block_size) and where a step writes."""
     length: Tensor

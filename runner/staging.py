@@ -65,6 +65,8 @@ class Staging:
         words[header + 4 : header + 14] = pack(sequence.request.sampling, sequence.choice)
         words[header + 14 : header + 16] = at, blocks
         words[at : at + known] = sequence.token_ids
+        if sequence.request.slot_ids is not None:
+            words[at : at + sequence.request.prompt_len] = sequence.request.slot_ids
         for span in sequence.request.two_way:
             words[at + span.start : at + span.end] = -1 - span.end
         words[at + known : at + known + blocks] = admission.blocks

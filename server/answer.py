@@ -78,7 +78,7 @@ class PromptAnswer:
         if event.hidden and self._hidden is not None:
             self._hidden.add(event.hidden)
         if not self._missing:
-            delta = self._feed(event)
+            delta = self._feed_choice(event)
             return () if delta is None else (delta,)
         for part in event.prompt_logprobs:
             self.entries.extend(part.entries)
@@ -89,10 +89,9 @@ class PromptAnswer:
         self._missing = 0
         self._add_prompt_records()
         early, self._early = self._early, []
-        deltas = [self._feed(each) for each in early]
-        return [delta for delta in deltas if delta is not None]
+        return [delta for delta in map(self._feed_choice, early) if delta is not None]
 
-    def _feed(self, event: ChoiceEvent) -> Delta | None:
+    def _feed_choice(self, event: ChoiceEvent) -> Delta | None:
         choice = self.choices[event.choice]
         delta = choice.feed(event.tokens, event.logprobs, event.end)
         if self._hidden is not None and delta is not None and delta.finish_reason is not None:
@@ -107,10 +106,11 @@ class PromptAnswer:
 
 
 class _Echo:
-    """The prompt as text, and where in it each token begins."""
+    """The prompt as text, and where in it each token begins. A soft prompt before it has no text."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._token_ids = prompt.token_ids
+        self._soft_rows = prompt.soft_rows
         detokenizer = tokenizer.detokenizer((), at_start=True, skip_special_tokens=skip_special_tokens)
         pieces = [detokenizer.push(token_id) for token_id in prompt.token_ids]
         # Not flushed: half a character at its end is for the choice to complete.
@@ -120,7 +120,7 @@ class _Echo:
 
     def records(self, entries: Sequence[TokenLogprobs | None]) -> list[TokenRecord]:
         records, offset = [], 0
-        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries, strict=True):
+        for token_id, piece, entry in zip(self._token_ids, self._pieces, entries[self._soft_rows :], strict=True):
             # A normalised text's pieces may add up to more than the text that was sent.
             records.append(TokenRecord(token_id, entry, min(offset, len(self.text))))
             offset += len(piece)

@@ -14,6 +14,8 @@ from server.errors import install_error_handlers
 from server.gate import Gate
 from server.lifecycle import Lifecycle
 from server.openapi import install_openapi
+from server.playground import Playground
+from server.playground import router as playground_router
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 from server.responses import routes as responses
@@ -30,6 +32,8 @@ def create_app(
     app.include_router(probes_router(lifecycle, engine.metrics))
     for module in (completions, chat, responses, text_embeddings, token_embeddings, render, models, tokenize, abort):
         app.include_router(module.router)
+    if config.playground:
+        app.include_router(playground_router)
     install_openapi(app, config.model_names)
 
     def body_limit() -> int:
@@ -44,6 +48,8 @@ def create_app(
     app.add_middleware(Auth, api_keys=[key.secret for key in config.keys])
     if config.cors_origins:
         app.add_middleware(CrossOrigin, origins=config.cors_origins)
+    if config.playground:
+        app.add_middleware(Playground)
     names = [key.name for key in config.keys]
     app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
     return app

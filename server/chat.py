@@ -161,24 +161,27 @@ def _check_template(request: ChatRequest | TokenizeRequest, services: Services) 
 async def chat_prompt(text: str, embeddings: EmbeddingMarkers, request: ChatRequest, services: Services) -> Prompt:
     """The rows of a conversation: `text` as `chat_prompt_text` makes it, with `embeddings` at their markers. Raises
     APIError."""
+    soft = services.soft_rows(request.model)
     if not embeddings:
-        return Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages")
+        return Prompt.from_token_ids(await encode_chat_text(text, request, services), "messages").behind(soft)
     if request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens does not go with prompt_embeds or image_url parts.", param="truncate_prompt_tokens"
+            "truncate_prompt_tokens does not go with prompt_embeds, soft_prompt or image_url parts.",
+            param="truncate_prompt_tokens",
         )
     check_length(text, services, "messages", spare_chars=embeddings.num_chars)
     parts = embeddings.split(text)
     add_special = bool(request.add_special_tokens)
     encoded = await encode_parts(parts, services, add_special_tokens=add_special, param="messages")
-    return await decode_parts(encoded, services, param="messages")
+    return (await decode_parts(encoded, services, param="messages")).behind(soft)
 
 
 async def encode_chat_text(text: str, request: ChatRequest | TokenizeRequest, services: Services) -> list[int]:
     """Templates write the special tokens themselves. Raises APIError."""
     truncation = None
     if isinstance(request, ChatRequest):
-        truncation = Truncation.of(request, services.model.max_model_len)
+        soft = services.soft_rows(request.model)
+        truncation = Truncation.of(request, services.model.max_model_len - (0 if soft is None else soft.num_rows))
     token_ids = await encode_prompt(
         text,
         services,

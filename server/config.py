@@ -49,6 +49,8 @@ class ServerConfig:
     """None: follows from the model, see `body_limit_for`."""
     api_workers: int = 1
     """Processes that answer HTTP."""
+    playground: bool = True
+    """The page at /."""
     shutdown_timeout: float = 30.0
     request_timeout: float | None = None
     """Seconds from a request's arrival to the end of its answer; None: as long as it takes."""
@@ -78,6 +80,8 @@ class ServerConfig:
     pooling: str = "auto"
     """Of /v1/embeddings: "auto" is what the model's folder says, else the mean; or "mean", "last"."""
     enable_prompt_embeds: bool = True
+    soft_prompts: tuple[tuple[str, str], ...] = ()
+    """(name, path) each."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts from which images are fetched, where a request names them by URL; empty: none."""
     strict_params: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from server.embedding_markers import EmbeddingMarkers, no_embeddings
+from server.embedding_markers import ROW_PARTS, EmbeddingMarkers, no_embeddings
 from server.errors import InvalidRequest, UnsupportedParameter
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -142,7 +142,7 @@ def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None
     pieces: list[str] = []
     after_text = False
     for index, part in enumerate(content):
-        is_text = not (isinstance(part, dict) and part.get("type") == "prompt_embeds")
+        is_text = not (isinstance(part, dict) and part.get("type") in ROW_PARTS)
         if is_text and after_text:
             pieces.append("\n")
         pieces.append(_parse_part(part, f"{where}[{index}]", embeddings))
@@ -176,7 +176,7 @@ def _parse_part(part: Any, where: str, embeddings: EmbeddingMarkers | None) -> s
     if not isinstance(part, dict):
         raise _invalid(where, "must be an object")
     kind = part.get("type")
-    if kind == "prompt_embeds":
+    if kind in ROW_PARTS:
         if embeddings is None:
             raise no_embeddings(where)
         return embeddings.mark(part, where)
@@ -184,7 +184,7 @@ def _parse_part(part: Any, where: str, embeddings: EmbeddingMarkers | None) -> s
         return _string(part.get(kind), f"{where}.{kind}")
     if not isinstance(kind, str):
         raise _invalid(f"{where}.type", "must be a string")
-    raise _unsupported(f"{where}.type", "only text, image_url and prompt_embeds parts are supported")
+    raise _unsupported(f"{where}.type", "only text, image_url, prompt_embeds and soft_prompt parts are supported")
 
 
 def _short_string(value: Any, where: str, limit: int) -> str:

@@ -18,13 +18,17 @@ from server.errors import InvalidRequest, UnsupportedParameter
 from server.segments import (
     MAX_IMAGES,
     MAX_PARTS,
-    EmbeddingPart,
     ImagePart,
     Part,
+    RowsPart,
     TextPart,
     parse_embedding_part,
     parse_image_part,
+    parse_soft_prompt_part,
 )
+
+ROW_PARTS = ("prompt_embeds", "soft_prompt")
+"""Types of part that become rows and not text, and that templates know nothing of."""
 
 _CUT_CHARS = 10
 """So much of the random bits' beginning or end in the text gives away a marker that was cut."""
@@ -37,7 +41,7 @@ class EmbeddingMarkers:
     def __init__(self, *, take_embeddings: bool, image_marker: str = "") -> None:
         self._take_embeddings, self._image_marker = take_embeddings, image_marker
         self.images: list[ImagePart] = []
-        self._parts: list[EmbeddingPart] = []
+        self._parts: list[RowsPart] = []
         # Letters and digits only, since templates trim, escape and quote; a letter first, so that any change of case
         # shows.
         self._secret = secrets.token_hex(16)
@@ -63,8 +67,11 @@ class EmbeddingMarkers:
     def mark(self, part: Mapping[str, Any], where: str) -> str:
         """The text that stands for this part until `split`. Raises InvalidRequest, or UnsupportedParameter."""
         if len(self._parts) == MAX_PARTS:
-            raise InvalidRequest(f"messages can have at most {MAX_PARTS} prompt_embeds parts.", param="messages")
-        self._parts.append(parse_embedding_part(part, where, take_embeddings=self._take_embeddings))
+            raise InvalidRequest(f"messages can have at most {MAX_PARTS} parts with rows.", param="messages")
+        if part.get("type") == "soft_prompt":
+            self._parts.append(parse_soft_prompt_part(part, where))
+        else:
+            self._parts.append(parse_embedding_part(part, where, take_embeddings=self._take_embeddings))
         return f"r{self._secret}n{len(self._parts) - 1}z"
 
     def split(self, text: str) -> list[Part]:
@@ -102,6 +109,6 @@ def no_embeddings(where: str) -> UnsupportedParameter:
     return UnsupportedParameter(f"{where}.type: only text parts are supported.", param=f"{where}.type")
 
 
-def _misused(part: EmbeddingPart, what: str) -> InvalidRequest:
-    where = part.where.removesuffix(".data")
+def _misused(part: RowsPart, what: str) -> InvalidRequest:
+    where = part.where.rpartition(".")[0]
     return InvalidRequest(f"{where}: the chat template {what} this part, which has to stay as it is.", param=where)

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import pybase64
 
 from server import npy_file, stored_zip
@@ -52,6 +53,8 @@ class Rows:
     """"float32", "float16" or "bfloat16"."""
     digests: bytes = field(repr=False)
     """[num_rows, 16]: one digest per row of `data`."""
+    hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
+    """[num_rows], where the client says which tokens the rows stand for: -1 where it does not."""
 
 
 def decode_embedding(payload: bytes | memoryview, *, hidden_size: int, dtype: str, max_rows: int) -> Rows:

@@ -169,10 +169,9 @@ class EngineClient:
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
         client = (inbox.context and inbox.context.api_key) or 0
-        positions = () if prompt.positions is None else (prompt.positions.data.cast("B"),)
         message = Generate(
             self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client,
-            has_positions=bool(positions),
+            has_positions=prompt.positions is not None, has_hints=prompt.hint_ids is not None,
         )  # fmt: skip
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
@@ -181,7 +180,7 @@ class EngineClient:
             inbox.context.on_end.append(stream.abort)
         self._timeouts.start(inbox, self._give_up)
         try:
-            if not self._send(encode(message), prompt.token_ids.data, prompt.row_digests, *positions, *prompt.rows):
+            if not self._send(encode(message), *prompt.frames):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
             while not inbox.accepted and inbox.error is None:
                 await inbox.wait()

@@ -158,8 +158,8 @@ class _Pump:
             if deltas is None:
                 return
             for delta in deltas:
-                hidden = 0 if delta.hidden is None else delta.hidden.num_records
-                if len(delta.tokens) + len(delta.prompt) + hidden > _INLINE_RECORDS:
+                records = 0 if delta.hidden is None else delta.hidden.num_records
+                if len(delta.tokens) + len(delta.prompt) + records > _INLINE_RECORDS:
                     self._encoding = self._loop.create_task(self._encode_in_thread(deltas))
                     return
             pieces += map(encode, deltas)

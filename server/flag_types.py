@@ -6,6 +6,7 @@ Each is a `type=` for argparse: it raises `ArgumentTypeError` with the limit tha
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,17 @@ def api_key(text: str) -> str:
     except ValueError as error:
         invalid(str(error))
     return text
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """NAME=PATH, where something is at the path."""
+    name, equals, path = text.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        invalid(f"{text!r} is not NAME=PATH with a name of 1 to 64 letters, digits, dots, dashes and underscores")
+    return (name, path) if Path(path).exists() else invalid(f"there is no file or folder {path!r}")
 
 
 def key_file(name: str) -> list[str]:

@@ -90,7 +90,7 @@ class HiddenBlock:
 
     @property
     def num_records(self) -> int:
-        """So many tokens' log-probabilities take as long to encode."""
+        """So many tokens' log-probabilities take as long to format."""
         return self.rows.nbytes // 256
 
     def body(self) -> dict[str, object]:

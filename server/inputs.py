@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from runner.messages import EMBEDDING_ID
 from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
@@ -18,7 +20,17 @@ from server.file_tensor import TooManyRows
 from server.image_parts import laid_out, with_neighbours, without_neighbours
 from server.prompt import PromptRows, Segment
 from server.schemas import CompletionRequest
-from server.segments import MAX_IMAGES, MAX_PARTS, EmbeddingPart, IdsPart, ImagePart, Part, parse_parts
+from server.segments import (
+    MAX_IMAGES,
+    MAX_PARTS,
+    EmbeddingPart,
+    Hints,
+    IdsPart,
+    ImagePart,
+    Part,
+    SoftPromptPart,
+    parse_parts,
+)
 from server.services import Services
 from server.truncation import Truncation
 from server.vision import PreparedImage
@@ -29,7 +41,7 @@ MAX_CHOICES = 4096
 ListedIds = Sequence[int | None] | None
 """A prompt's ids as clients see them: null at embedding rows, null altogether where there is nothing else."""
 
-EncodedPart = list[int] | EmbeddingPart | ImagePart
+EncodedPart = list[int] | EmbeddingPart | ImagePart | Rows
 """A part of a mixed prompt whose embeddings and images are still to be decoded."""
 
 
@@ -41,9 +53,11 @@ class Prompt:
     param: str
     """The field that it came in."""
     token_ids: Sequence[int] = ()
-    """Empty where any row is an embedding."""
+    """Empty where any row of the client's is an embedding."""
     text: str | None = None
     """As the client sent it, if it did send text."""
+    soft_rows: int = 0
+    """The first so many rows are those of the soft prompt that the request's `model` names."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,6 +76,10 @@ class Prompt:
     @classmethod
     def from_token_ids(cls, token_ids: Sequence[int], param: str, text: str | None = None) -> Prompt:
         return cls(PromptRows.from_token_ids(token_ids), param, token_ids, text)
+
+    def behind(self, soft: Rows | None) -> Prompt:
+        """With a soft prompt before it, if there is one."""
+        return self if soft is None else replace(self, rows=self.rows.behind(soft), soft_rows=soft.num_rows)
 
 
 async def completion_prompts(request: CompletionRequest, services: Services) -> list[Prompt]:
@@ -86,11 +104,12 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         raise InvalidRequest("This server takes no prompt_embeds.", param="prompt_embeds")
     is_batch = texts_or_ids is request.prompt
     mixed = _mixed_prompts(texts_or_ids, services, is_batch=is_batch)
-    is_rows = EmbeddingPart | ImagePart
+    is_rows = EmbeddingPart | ImagePart | SoftPromptPart
     has_rows = bool(embeddings) or any(isinstance(part, is_rows) for parts in mixed.values() for part in parts)
+    soft = services.soft_rows(request.model)
     if has_rows and request.echo:
         raise InvalidRequest("echo is not possible with prompt_embeds or images: they have no text.", param="echo")
-    truncation = Truncation.of(request, services.model.max_model_len)
+    truncation = Truncation.of(request, services.model.max_model_len - (0 if soft is None else soft.num_rows))
     if (has_rows or mixed) and truncation is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens does not go with prompt_embeds or lists of parts.", param="truncate_prompt_tokens"
@@ -103,9 +122,10 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         else await _from_text_or_ids(each, services, add_special, truncation)
         for index, each in enumerate(texts_or_ids)
     ]
-    return [await _from_embedding(each, services) for each in embeddings] + [
+    prompts = [await _from_embedding(each, services) for each in embeddings] + [
         each if isinstance(each, Prompt) else await decode_parts(each, services, param="prompt") for each in rest
     ]
+    return [prompt.behind(soft) for prompt in prompts]
 
 
 def _as_embeddings(value: Any) -> list[str]:
@@ -163,8 +183,15 @@ async def encode_parts(
         parts = laid_out(parts, services.vision.layout)
     for part in parts:
         if isinstance(part, EmbeddingPart | ImagePart):
+            if isinstance(part, EmbeddingPart):
+                _check_hints(part.hints, services)
             encoded.append(part)
             least_rows += _least_rows(part, services)
+            continue
+        if isinstance(part, SoftPromptPart):
+            rows = services.soft_prompts.get(part.name, part.where)
+            encoded.append(rows)
+            least_rows += rows.num_rows
             continue
         if isinstance(part, IdsPart):
             check_token_ids(part.token_ids, services.model.vocab_size, part.where)
@@ -191,7 +218,7 @@ async def encode_parts(
 async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, param: str) -> Prompt:
     """The prompt that `encode_parts` has begun. Raises APIError."""
     # Each embedding part has one row at least, which a later one must not be decoded to learn.
-    num_rows = sum(len(part) if isinstance(part, list) else _least_rows(part, services) for part in parts)
+    num_rows = sum(_least_rows(part, services) for part in parts)
     segments: list[Segment] = []
     for part in parts:
         if isinstance(part, ImagePart):
@@ -202,7 +229,7 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
         elif isinstance(part, EmbeddingPart):
             rows = await _decode(part.data, services, services.model.max_model_len - num_rows + 1, part.where)
             num_rows += rows.num_rows - 1
-            segments.append(rows)
+            segments.append(_with_hints(rows, part.hints))
         else:
             segments.append(part)
     prompt_rows = PromptRows.from_segments(segments)
@@ -210,8 +237,12 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
     return Prompt(prompt_rows, param, token_ids)
 
 
-def _least_rows(part: EmbeddingPart | ImagePart, services: Services) -> int:
-    """Of a part that is not decoded yet."""
+def _least_rows(part: EncodedPart, services: Services) -> int:
+    """Of an embedding or an image, which are not decoded yet, as much as is known."""
+    if isinstance(part, Rows):
+        return part.num_rows
+    if isinstance(part, list):
+        return len(part)
     return services.vision.least_rows if isinstance(part, ImagePart) and services.vision is not None else 1
 
 
@@ -219,6 +250,26 @@ async def _load_image(part: ImagePart, services: Services, max_rows: int) -> Pre
     if services.vision is None:
         raise UnsupportedParameter(f"{part.where}: this model takes no images.", param=part.where)
     return await services.vision.load_image(part, max_rows)
+
+
+def _check_hints(hints: Hints | None, services: Services) -> None:
+    """Raises InvalidRequest for ids that are none. How many there must be is known only with the rows."""
+    if hints is not None:
+        check_token_ids([each for each in hints.token_ids if each is not None], services.model.vocab_size, hints.where)
+
+
+def _with_hints(rows: Rows, hints: Hints | None) -> Rows:
+    """Raises InvalidRequest."""
+    if hints is None:
+        return rows
+    if len(hints.token_ids) != rows.num_rows:
+        raise InvalidRequest(
+            f"{hints.where} must have a token id or null for each of the {rows.num_rows} rows; it has"
+            f" {len(hints.token_ids)} items.",
+            param=hints.where,
+        )
+    ids = [EMBEDDING_ID if each is None else each for each in hints.token_ids]
+    return replace(rows, hint_ids=np.array(ids, dtype=np.int32))
 
 
 def _check_rows(num_rows: int, services: Services, param: str) -> None:

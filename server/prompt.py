@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +30,8 @@ class PromptRows:
     """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels."""
     positions: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """[3, num_rows], where they aren't the rows' own places."""
+    hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    """[num_embedding_rows]: the token that a row stands for, or `EMBEDDING_ID`. None: no row says so."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -63,12 +66,45 @@ class PromptRows:
         embedded = [each for each in segments if isinstance(each, Rows | PreparedImage)]
         digests = b"".join(each.digests for each in embedded)
         frames = tuple(each.data if isinstance(each, Rows) else each.pixels.data.cast("B") for each in embedded)
-        return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths))
+        hint_ids = None
+        if any(isinstance(each, Rows) and each.hint_ids is not None for each in embedded):
+            hint_ids = np.concatenate([_hint_ids(each) for each in embedded])
+        return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths), hint_ids)
+
+    def behind(self, rows: Rows) -> PromptRows:
+        """This prompt with `rows` before it. No row is copied."""
+        length = rows.num_rows
+        positions, hint_ids = self.positions, self.hint_ids
+        if positions is not None:
+            before = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
+            positions = np.ascontiguousarray(np.concatenate([before, positions + length], 1), dtype=np.int32)
+        if hint_ids is not None:
+            hint_ids = np.concatenate([_hint_ids(rows), hint_ids])
+        return PromptRows(
+            np.concatenate([np.full(length, EMBEDDING_ID, dtype=np.int32), self.token_ids]),
+            (Span(0, length), *(msgspec.structs.replace(span, start=span.start + length) for span in self.spans)),
+            rows.digests + self.row_digests,
+            (rows.data, *self.rows),
+            positions,
+            hint_ids,
+        )
 
     @property
     def tail_ids(self) -> npt.NDArray[np.int32]:
         """The token ids behind the last embedding row; all of them where there is none."""
         return self.token_ids[self.spans[-1].start + self.spans[-1].length :] if self.spans else self.token_ids
+
+    @property
+    def frames(self) -> list[bytes | memoryview]:
+        """What follows the `Generate` message, in its order."""
+        hints = [] if self.hint_ids is None else [self.hint_ids.data]
+        positions = [] if self.positions is None else [self.positions.data.cast("B")]
+        return [self.token_ids.data, self.row_digests, *hints, *positions, *self.rows]
+
+
+def _hint_ids(rows: Rows | PreparedImage) -> npt.NDArray[np.int32]:
+    given = rows.hint_ids if isinstance(rows, Rows) else None
+    return np.full(rows.num_rows, EMBEDDING_ID, dtype=np.int32) if given is None else given
 
 
 def _positions(segments: Sequence[Segment], lengths: Sequence[int]) -> npt.NDArray[np.int32] | None:

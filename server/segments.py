@@ -1,5 +1,6 @@
-"""The parts of a mixed prompt as clients send them: text, token ids and embeddings, checked one by one. `inputs` reads
-those of a completion's `prompt`, `conversation` the embedding parts of a chat message; `inputs` makes rows of them.
+"""The parts of a mixed prompt as clients send them: text, token ids, embeddings, soft prompts, checked one by one.
+`inputs` reads those of a completion's `prompt`, `conversation` the parts of a chat message that are rows; `inputs`
+makes rows of them.
 
 Checked by hand, so that an error names the one part that is wrong (`prompt[2].data`).
 """
@@ -18,13 +19,11 @@ MAX_PARTS = 4096
 MAX_IMAGES = 16
 """Of one request."""
 
-_NOT_YET = ("soft_prompt",)
 _OTHER_SOURCES = {
     "id": "stored embeddings are not supported",
     "part": "binary parts are not supported",
-    "token_ids": "token ids of embedding rows are not supported",
 }
-"""What an embedding part may say one day instead of `data`, or beside it."""
+"""What an embedding part may say one day instead of `data`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class EmbeddingPart:
     data: str = field(repr=False)
     """A tensor file in base64, not decoded yet."""
     where: str
+    hints: Hints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,24 @@ class ImagePart:
     where: str
 
 
-Part = TextPart | IdsPart | EmbeddingPart | ImagePart
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Which tokens an embedding part's rows stand for, in the client's opinion."""
+
+    token_ids: list[Any] = field(repr=False)
+    """An id or None for each row. Neither checked against the vocabulary yet, nor their number."""
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class SoftPromptPart:
+    name: str
+    where: str
+
+
+RowsPart = EmbeddingPart | SoftPromptPart
+"""What a chat message may have beside texts and images."""
+Part = TextPart | IdsPart | RowsPart | ImagePart
 
 
 def parse_parts(value: Sequence[Any], where: str, *, take_embeddings: bool, take_images: bool = False) -> list[Part]:
@@ -86,10 +103,10 @@ def _parse_part(part: Any, where: str, take_embeddings: bool, take_images: bool)
         return IdsPart(ids, f"{where}.token_ids")
     if kind == "image_url":
         return parse_image_part(part, where, take_images=take_images)
-    if kind in _NOT_YET:
-        raise UnsupportedParameter(f"{where}.type: {kind} parts are not supported.", param=f"{where}.type")
+    if kind == "soft_prompt":
+        return parse_soft_prompt_part(part, where)
     raise InvalidRequest(
-        f"{where}.type must be one of text, token_ids, prompt_embeds, image_url.", param=f"{where}.type"
+        f"{where}.type must be one of text, token_ids, prompt_embeds, soft_prompt, image_url.", param=f"{where}.type"
     )
 
 
@@ -102,7 +119,7 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
             raise UnsupportedParameter(f"{where}.{name}: {reason}.", param=f"{where}.{name}")
     if not isinstance(part.get("data"), str):
         raise InvalidRequest(f"{where}.data must be a tensor file in base64.", param=f"{where}.data")
-    return EmbeddingPart(part["data"], f"{where}.data")
+    return EmbeddingPart(part["data"], f"{where}.data", _parse_hints(part.get("token_ids"), f"{where}.token_ids"))
 
 
 def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) -> ImagePart:
@@ -124,3 +141,19 @@ def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) 
 
 
 _DETAILS = (None, "auto", "low", "high", "original")
+
+
+def _parse_hints(value: Any, where: str) -> Hints | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} must be a list with a token id or null for each row.", param=where)
+    return Hints(value, where)
+
+
+def parse_soft_prompt_part(part: Mapping[str, Any], where: str) -> SoftPromptPart:
+    """A part whose type is soft_prompt. Raises InvalidRequest."""
+    name = part.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{where}.name must be the name of a soft prompt.", param=f"{where}.name")
+    return SoftPromptPart(name, f"{where}.name")

@@ -156,7 +156,7 @@ class _Server:
         except EngineFailed:
             return True
         except UnusableModel as error:
-            print(f"intarsia: the model's tokenizer or templates cannot be used: {error}", file=sys.stderr)
+            print(f"intarsia: {error}", file=sys.stderr)
             return False
         await self._pool.loaded()
         self._worker.lifecycle.loaded = True

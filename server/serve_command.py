@@ -14,6 +14,7 @@ from server.flag_types import fraction as _fraction
 from server.flag_types import http_url as _http_url
 from server.flag_types import integer as _integer
 from server.flag_types import key_file as _key_file
+from server.flag_types import named_path as _named_path
 from server.flag_types import nonempty as _nonempty
 from server.flag_types import origin as _origin
 from server.flag_types import readable as _readable
@@ -131,6 +132,12 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.api_workers,
         metavar="N",
         help=_with_default("processes that answer HTTP; more than one for many streams of a fast model", 1),
+    )
+    add(
+        "--playground",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.playground,
+        help=_with_default("a page at / for trying the server in a browser", "on"),
     )
     add(
         "--shutdown-timeout",
@@ -274,6 +281,16 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS.enable_prompt_embeds,
         help=_with_default("accept prompts made of embeddings", "on"),
+    )
+    add(
+        "--soft-prompt",
+        dest="soft_prompts",
+        action="append",
+        type=_named_path,
+        metavar="NAME=PATH",
+        help="serve the model with these rows before every prompt as MODEL:NAME, and let parts of prompts name them; a"
+        " PEFT adapter's folder (prompt tuning, p-tuning) or a safetensors file of one tensor; may be repeated"
+        " (default: none)",
     )
     add(
         "--allowed-media-domains",

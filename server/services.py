@@ -14,6 +14,7 @@ from runner.messages import ModelInfo
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.embedding_markers import EmbeddingMarkers
+from server.embeddings import Rows
 from server.errors import ModelNotFound, Unavailable, bounded
 from server.grammars import Grammars
 from server.image_template import ImageTemplate, processor_template
@@ -23,6 +24,7 @@ from server.responses.store import ResponseStore
 from server.rows_out import RowBudget
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
+from server.soft_prompts import SoftPromptError, SoftPrompts
 from server.tokenizer import Tokenizer
 from server.tools.styles import ToolStyle, load_tool_style
 from server.vision import Vision
@@ -42,6 +44,7 @@ class Services:
     """How the model writes tool calls; None: it does not, or nobody knows."""
     reasoning_style: ReasoningStyle | None = None
     """None: the model does not reason, or its reasoning is content."""
+    soft_prompts: SoftPrompts = field(default_factory=SoftPrompts)
     enable_prompt_embeds: bool = True
     honour_priority: bool = False
     strict_params: bool = False
@@ -76,6 +79,7 @@ class Services:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         generation_config: str = "auto",
+        soft_prompts: Sequence[tuple[str, str]] = (),
         enable_prompt_embeds: bool = True,
         honour_priority: bool = False,
         strict_params: bool = False,
@@ -87,9 +91,10 @@ class Services:
         allowed_media_domains: Sequence[str] = (),
     ) -> Services:
         """Takes seconds (it imports transformers): call it in a thread. `chat_template`: a file, or a template.
-        `on_compiled`: see `Grammars`.
+        `on_compiled`: see `Grammars`. `soft_prompts`: names and paths.
 
-        Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use.
+        Raises ValueError, whose message is for the operator, when the model's folder or an argument is of no use
+        (SoftPromptError for a soft prompt).
         """
         folder = Path(model.path)
         tokenizer = Tokenizer.load(folder, trust_remote_code=trust_remote_code)
@@ -111,6 +116,7 @@ class Services:
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),
+            soft_prompts=_load_soft_prompts(soft_prompts, model, served_model_names),
             enable_prompt_embeds=enable_prompt_embeds,
             honour_priority=honour_priority,
             strict_params=strict_params,
@@ -131,16 +137,39 @@ class Services:
     @property
     def system_fingerprint(self) -> str:
         """Changes with what could change an answer to the same request and seed."""
-        parts = (self.served_model_names[0], self.model.model_type, self.model.dtype, self.model.max_model_len)
+        parts: tuple[object, ...] = (
+            self.served_model_names[0],
+            self.model.model_type,
+            self.model.dtype,
+            self.model.max_model_len,
+        )
+        if self.soft_prompts.rows:
+            parts += (self.soft_prompts.digest,)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
     def model_name(self, asked: str | None) -> str:
         """The name for an answer. Raises ModelNotFound for a model that is not served."""
         if asked is None:
             return self.served_model_names[0]
-        if asked not in self.served_model_names:
+        if asked not in self.served_model_names and self.soft_rows(asked) is None:
             raise ModelNotFound(f"The model `{bounded(asked, 100)}` does not exist.")
         return asked
+
+    def soft_rows(self, asked: str | None) -> Rows | None:
+        """The rows before every prompt, where `asked` is `base:NAME` with a soft prompt's name."""
+        if asked is None or asked in self.served_model_names:
+            return None
+        base, _, name = asked.rpartition(":")
+        return self.soft_prompts.rows.get(name) if base in self.served_model_names else None
+
+
+def _load_soft_prompts(
+    given: Sequence[tuple[str, str]], model: ModelInfo, served_model_names: Sequence[str]
+) -> SoftPrompts:
+    for name, _ in given:
+        if taken := {f"{base}:{name}" for base in served_model_names} & set(served_model_names):
+            raise SoftPromptError(f"soft prompt {name}: {taken.pop()} is a name of the model itself")
+    return SoftPrompts.load(given, model)
 
 
 def services_of(request: Request) -> Services:

@@ -117,16 +117,19 @@ async def _row_of(batch: Batch) -> bytes:
     found: Sequence[HiddenRows] = ()
     news = asyncio.Event()
     batch.listen(news.set)
-    while True:
-        while (taken := batch.take()) is not None:
-            event = taken[1]
-            found = event.hidden or found
-            if event.end is not None and event.end.reason == "abort":
-                raise Unavailable("The request was aborted by the server.")
-        if batch.has_ended:
-            break
-        await news.wait()
-        news.clear()
+    try:
+        while True:
+            while (taken := batch.take()) is not None:
+                event = taken[1]
+                found = event.hidden or found
+                if event.end is not None and event.end.reason == "abort":
+                    raise Unavailable("The request was aborted by the server.")
+            if batch.has_ended:
+                break
+            await news.wait()
+            news.clear()
+    finally:
+        batch.listen(None)
     if not found:
         raise EngineFailed
     return found[-1].rows

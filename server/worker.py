@@ -39,6 +39,7 @@ from server.no_torch import keep_torch_out
 from server.probes import package_version
 from server.services import Services
 from server.shared_cells import SharedCells
+from server.soft_prompts import SoftPromptError
 from server.timeouts import Timeouts
 from server.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, Certificate
 from server.tracing import Tracing
@@ -151,9 +152,11 @@ class Worker:
         try:
             await importing
             self._app.state.services = await asyncio.to_thread(self._services, model)
+        except SoftPromptError as error:
+            raise UnusableModel(str(error)) from error
         except Exception as error:  # Whatever a model's files make the libraries raise: it is about those files.
             logger.debug("traceback", exc_info=error)
-            raise UnusableModel(str(error)) from error
+            raise UnusableModel(f"the model's tokenizer or templates cannot be used: {error}") from error
         # What is there now stays: the collector need not walk through it again while it holds up every stream.
         gc.collect()
         gc.freeze()
@@ -229,6 +232,7 @@ class Worker:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             generation_config=config.generation_config,
+            soft_prompts=config.soft_prompts,
             enable_prompt_embeds=config.enable_prompt_embeds,
             honour_priority=config.scheduling_policy == "priority",
             strict_params=config.strict_params,

@@ -2,7 +2,8 @@
 
 Called by `runner.sampler` for steps in which somebody is penalised. The counts are made anew from the slots' ids in
 every step, so there is no state to go stale. Presence and frequency count the answer (OpenAI's definition); repetition
-also the prompt's token rows (Keskar et al. 2019, arXiv:1909.05858). Embedding rows count for nothing: they have no id.
+also the prompt's token rows (Keskar et al. 2019, arXiv:1909.05858). Embedding rows count for nothing, unless a hint
+says which token they stand for (`runner.hints`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runner.hints import counted_ids
 from runner.sampling_state import SamplingState
 from runner.slots import SlotState
 
@@ -36,7 +38,7 @@ def apply_penalties_reference(logits: Tensor, slot: Tensor, slots: SlotState, sa
     for row, (presence, frequency, repetition), index in zip(logits, penalties, slot.tolist(), strict=True):
         if (presence, frequency, repetition) == (0.0, 0.0, 1.0):
             continue
-        ids = slots.token_ids[index, : slots.length[index]]
+        ids = counted_ids(slots.token_ids[index, : slots.length[index]])
         is_token = ids >= 0
         is_answer = torch.arange(len(ids), device=ids.device) >= slots.prompt_len[index]
         tokens = ids[is_token].bincount().nonzero()[:, 0]

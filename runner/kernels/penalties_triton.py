@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runner.hints import FIRST_HINT
 from runner.kernels._triton import tl, triton
 from runner.sampling_state import SamplingState
 from runner.slots import SlotState
@@ -40,7 +41,8 @@ def _clear_kernel(slot, floats, num_slots, counts, vocab_size, BLOCK: tl.constex
 
 @triton.jit
 def _count_kernel(  # type: ignore[no-untyped-def]
-    slot, floats, num_slots, token_ids, token_ids_stride, length, prompt_len, counts, vocab_size, BLOCK: tl.constexpr,
+    slot, floats, num_slots, token_ids, token_ids_stride, length, prompt_len, counts, vocab_size,
+    FIRST_HINT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(slot + row).to(tl.int64)
@@ -51,6 +53,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         for tile in range(tl.program_id(1) * BLOCK, known, tl.num_programs(1) * BLOCK):
             place = tile + tl.arange(0, BLOCK)
             token = tl.load(token_ids + index * token_ids_stride + place, mask=place < known, other=-1)
+            token = tl.where(token <= FIRST_HINT, FIRST_HINT - token, token)  # `hints.counted_ids`
             counted = (token >= 0) & (token < vocab_size)
             word = counts + row * vocab_size + token
             tl.atomic_or(word, 1, mask=counted & (place < prompt), sem="relaxed")
@@ -60,7 +63,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _penalise_kernel(  # type: ignore[no-untyped-def]
     logits, logits_stride, slot, floats, num_slots, token_ids, token_ids_stride, length, counts, vocab_size,
-    BLOCK: tl.constexpr,
+    FIRST_HINT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(slot + row).to(tl.int64)
@@ -70,6 +73,7 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
         for tile in range(tl.program_id(1) * BLOCK, known, tl.num_programs(1) * BLOCK):
             place = tile + tl.arange(0, BLOCK)
             token = tl.load(token_ids + index * token_ids_stride + place, mask=place < known, other=-1)
+            token = tl.where(token <= FIRST_HINT, FIRST_HINT - token, token)  # `hints.counted_ids`
             counted = (token >= 0) & (token < vocab_size)
             word = tl.atomic_xchg(counts + row * vocab_size + token, 0, mask=counted, sem="relaxed")
             mine = counted & (word != 0)
@@ -94,9 +98,10 @@ def apply_penalties_triton(logits: Tensor, slot: Tensor, slots: SlotState, sampl
         slot, sampling.floats, num_slots, counts, vocab_size, BLOCK=_CLEAR_BLOCK
     )
     _count_kernel[(num_rows, parts)](
-        slot, sampling.floats, num_slots, ids, stride, slots.length, slots.prompt_len, counts, vocab_size, BLOCK=_BLOCK
-    )
+        slot, sampling.floats, num_slots, ids, stride, slots.length, slots.prompt_len, counts, vocab_size,
+        FIRST_HINT=FIRST_HINT, BLOCK=_BLOCK,
+    )  # fmt: skip
     _penalise_kernel[(num_rows, parts)](
         logits, logits.stride(0), slot, sampling.floats, num_slots, ids, stride, slots.length, counts, vocab_size,
-        BLOCK=_BLOCK,
+        FIRST_HINT=FIRST_HINT, BLOCK=_BLOCK,
     )  # fmt: skip

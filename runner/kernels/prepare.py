@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runner.hints import FIRST_HINT
 from runner.messages import EMBEDDING_ID
 from runner.slots import SlotState, StepInputs
 
@@ -57,7 +58,7 @@ def prepare_inputs_reference(record: Tensor, num_entries: int, num_rows: int, bl
     for buffer in (out.token_ids, out.positions, out.cache_index, out.seq_lens, out.last_rows, out.samples):
         buffer.zero_()
     out.is_token_ids.fill_(True)
-    out.is_token_ids[:num_rows] = ids >= 0
+    out.is_token_ids[:num_rows] = ids >= 0  # below are embeddings, with and without hints
     out.token_ids[:num_rows] = ids.clamp(min=0)
     out.positions[:num_rows] = positions
     out.cache_index[:num_rows] = block * block_size + positions % block_size
@@ -66,7 +67,8 @@ def prepare_inputs_reference(record: Tensor, num_entries: int, num_rows: int, bl
     out.samples[:num_entries] = seq_lens == slots.length[slot]
     if out.attend_until is not None:
         out.attend_until.fill_(1)
-        out.attend_until[:num_rows] = torch.where(ids < EMBEDDING_ID, -1 - ids, positions.int() + 1)
+        is_end = (ids < EMBEDDING_ID) & (ids > FIRST_HINT)
+        out.attend_until[:num_rows] = torch.where(is_end, -1 - ids, positions.int() + 1)
 
 
 def advance_slots(record: Tensor, num_entries: int, inputs: StepInputs, sampled: Tensor, slots: SlotState) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from runner.hints import FIRST_HINT
 from runner.kernels._triton import tl, triton
 from runner.messages import EMBEDDING_ID
 from runner.slots import SlotState, StepInputs
@@ -21,7 +22,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     slot_token_ids, slot_token_ids_stride, slot_block_table, slot_block_table_stride, slot_length, slot_computed,
     token_ids, is_token_ids, positions, cache_index, seq_lens, last_rows, samples, attend_until,
     num_slots, max_rows, block_size,
-    EMBEDDING: tl.constexpr, TWO_WAY: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    TWO_WAY: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr, NO_END: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Program p derives rows and entries p * BLOCK and up. Only entries write the block table, and no row reads what
     an entry of the same launch writes: a row in its entry's last block takes the new block from the record."""
@@ -56,7 +57,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(token_ids + lanes, tl.maximum(token, 0), mask=here)
     tl.store(is_token_ids + lanes, token >= 0, mask=here)
     if TWO_WAY:
-        until = tl.where(token < EMBEDDING, -1 - token, tl.where(in_step, position, 0) + 1)
+        ends = (token < NO_END) & (token > HINTS)
+        until = tl.where(ends, -1 - token, tl.where(in_step, position, 0) + 1)
         tl.store(attend_until + lanes, until, mask=here)
     tl.store(positions + lanes, tl.where(in_step, position, 0).to(tl.int64), mask=here)
     tl.store(cache_index + lanes, tl.where(in_step, block * block_size + position % block_size, 0), mask=here)
@@ -89,7 +91,7 @@ def prepare_inputs_triton(record: Tensor, num_entries: int, num_rows: int, block
         slots.length, slots.computed,
         out.token_ids, out.is_token_ids, out.positions, out.cache_index, out.seq_lens, out.last_rows, out.samples,
         out.attend_until if two_way else out.seq_lens, num_slots, max_rows, block_size,
-        EMBEDDING=EMBEDDING_ID, TWO_WAY=two_way, SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK,
+        TWO_WAY=two_way, SEARCH_STEPS=num_slots.bit_length(), BLOCK=_BLOCK, NO_END=EMBEDDING_ID, HINTS=FIRST_HINT,
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def valid_bodies(
 ) -> Callable[[], tuple[str, dict[str, Any]]]:
     """Draws a route and a body that it takes."""
     traffic, rng = Traffic(model, seed, max_tokens=4), random.Random(seed)
-    more = [
+    more: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "hello"}),
         ("/v1/completions/render", {"prompt": [5, 6, 7], "add_special_tokens": True}),
     ]

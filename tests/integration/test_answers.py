@@ -146,21 +146,3 @@ def test_siblings_share_the_prompt(server: RealServer, llama: Path) -> None:
         assert [choice["text"] for choice in body["choices"]] == [reference(llama, ids)] * 3
         sampled = client.post("/v1/completions", json=greedy(prompt=ids, n=3, temperature=1.0, seed=5)).json()
     assert len({choice["text"] for choice in sampled["choices"]}) == 3
-
-
-def test_the_default_model_knows_paris(default_model: Path, tmp_path: Path) -> None:
-    """The product's own start: no model named, no configuration, the embedded weights."""
-    with RealServer(tmp_path, None) as server, server.wait_ready().client() as client:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        tokens = client.post("/tokenize", json={"model": "m", "messages": question}).json()["tokens"]
-        rows = embed(default_model, tokens)
-        for path, prompt in (
-            ("/v1/chat/completions", {"messages": question}),
-            ("/v1/completions", {"prompt": tokens}),
-            ("/v1/completions", {"prompt_embeds": as_torch_file(rows)}),
-            ("/v1/completions", {"prompt_embeds": as_safetensors(rows.float())}),
-        ):
-            body = client.post(path, json={"model": "m", "max_tokens": 12, "temperature": 0, **prompt}).json()
-            choice = body["choices"][0]
-            assert "Paris" in (choice["text"] if "text" in choice else choice["message"]["content"])
-            assert choice["finish_reason"] == "stop"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -105,9 +105,10 @@ class Harness:
 
     def message(
         self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "",
-        positions: NDArray[np.int32] | None = None, **sampling: Any,
+        positions: NDArray[np.int32] | None = None, hints: Sequence[int | None] | None = None, **sampling: Any,
     ) -> tuple[Generate, list[memoryview]]:  # fmt: skip
-        """A request (greedy unless told otherwise) as a worker would send it, under the next number."""
+        """A request (greedy unless told otherwise) as a worker would send it, under the next number. `positions`:
+        [3, prompt_len], its rows' position ids. `hints`: a token for each embedding row."""
         ids: list[int] = []
         spans: list[Span] = []
         frames: list[memoryview] = []
@@ -131,21 +132,24 @@ class Harness:
         number, self._count = self._count, self._count + 1
         params = SamplingParams(max_tokens, **{"temperature": 0.0, **sampling})
         packed = memoryview(np.array(ids, np.int32).tobytes())
-        given = [] if positions is None else [memoryview(positions.astype(np.int32).tobytes())]
-        message = Generate(0, number, n, params, tuple(spans), salt, has_positions=bool(given))
-        return message, [packed, memoryview(digests), *given, *frames]
+        extra: list[memoryview] = []
+        if hints is not None:
+            given = np.array([EMBEDDING_ID if hint is None else hint for hint in hints], np.int32)
+            extra.append(memoryview(given.tobytes()))
+        if positions is not None:
+            extra.append(memoryview(positions.astype(np.int32).tobytes()))
+        asks = {"has_hints": hints is not None, "has_positions": positions is not None}
+        message = Generate(0, number, n, params, tuple(spans), salt, **asks)
+        return message, [packed, memoryview(digests), *extra, *frames]
 
     def _image_span(self, start: int, picture: Picture) -> Span:
         vision = self.engine.info.vision
         two_way = vision is not None and vision.two_way
         return Span(start, picture.num_rows, two_way=two_way, pixels=picture.pixels.shape, grid=picture.grid)
 
-    def add(
-        self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "",
-        positions: NDArray[np.int32] | None = None, **sampling: Any,
-    ) -> int:  # fmt: skip
-        """Queues a request; returns its number. `positions`: [3, prompt_len], its rows' position ids."""
-        message, frames = self.message(prompt, max_tokens, n=n, salt=salt, positions=positions, **sampling)
+    def add(self, prompt: Prompt, max_tokens: int = 32, *, n: int = 1, salt: str = "", **options: Any) -> int:
+        """Queues a request; returns its number. `options`: positions, hints and sampling parameters."""
+        message, frames = self.message(prompt, max_tokens, n=n, salt=salt, **options)
         model = self.engine.model
         request = Request.from_message(
             message,

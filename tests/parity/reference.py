@@ -10,7 +10,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from tests.models import TIE, embed, hf_generate, hf_logits, random_prompt
 from tests.parity.harness import Piece, Prompt
@@ -56,6 +58,20 @@ def sample(path: Path, length: int, seed: int = 0, max_new_tokens: int = 32) -> 
         if found is not None and len(set(found.tokens)) >= max_new_tokens // 4:
             return found
     raise AssertionError("no usable prompt in fifty: the model's logits are degenerate")
+
+
+def penalised(path: Path, ids: list[int], counted: list[int], penalty: float, max_new_tokens: int) -> list[int] | None:
+    """The greedy answer under a repetition penalty that counts `counted` of the prompt, by transformers; None where a
+    near tie decides."""
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    made: list[int] = []
+    while len(made) < max_new_tokens:
+        scores = processor(torch.tensor([counted + made]), hf_logits(path, ids + made)[-1:])[0]
+        best = scores.topk(2).values
+        if best[0] - best[1] < TIE:
+            return None
+        made.append(int(scores.argmax()))
+    return made
 
 
 def oracle(path: Path, ids: list[int], max_new_tokens: int = 32) -> Sample | None:

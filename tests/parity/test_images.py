@@ -134,6 +134,23 @@ def test_chunks_never_split_an_image_that_attends_both_ways(
     harness.assert_empty()
 
 
+def test_hints_beside_images(scenes: list[Scene]) -> None:
+    """Both are told by negative ids in the slots; neither is taken for the other."""
+    harness = Harness(scenes[0].path, async_scheduling=True, max_num_batched_tokens=96)
+    numbers = []
+    for seed, each in enumerate(scenes):
+        hints: list[int | None] = []
+        mixed = each.mixed(seed)
+        for piece in mixed if isinstance(mixed, tuple) else (mixed,):
+            if isinstance(piece, Picture):
+                hints += [None] * piece.num_rows
+            elif not isinstance(piece, list):
+                hints += range(len(piece))
+        numbers.append((harness.add(mixed, positions=each.positions, hints=hints), each))
+    harness.run()
+    assert all(harness.tokens(number) == each.tokens for number, each in numbers)
+
+
 @overlap
 def test_preemption(scenes: list[Scene], overlap: bool) -> None:
     harness = Harness(scenes[0].path, async_scheduling=overlap, block_size=4, num_blocks=40)

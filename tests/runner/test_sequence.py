@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.hints import counted_ids
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span
 from runner.sequence import InvalidRequest, Request, Sequence
 
@@ -25,6 +27,7 @@ def make(
     salt: str = "",
     private: bool = False,
     frames: list[bytes] | None = None,
+    hints: bytes | None = None,
     **sampling: Any,
 ) -> Request:
     """The request of a message about `ids` whose embedding rows are `spans`' (start, length)."""
@@ -33,8 +36,16 @@ def make(
     embedded = sum(length for _, length in spans)
     digests = bytes(i % 256 for i in range(embedded * DIGEST_BYTES))
     parts = [np.array(ids, np.int32).tobytes(), digests, *rows] if frames is None else frames
+    if hints is not None:
+        parts.insert(2, hints)
     message = Generate(
-        3, number, n, SamplingParams(**{"max_tokens": 4, **sampling}), tuple(Span(*s) for s in spans), salt
+        3,
+        number,
+        n,
+        SamplingParams(**{"max_tokens": 4, **sampling}),
+        tuple(Span(*s) for s in spans),
+        salt,
+        has_hints=hints is not None,
     )
     return Request.from_message(
         message,
@@ -58,6 +69,33 @@ def test_a_prompt_of_both_kinds() -> None:
 def test_spans_may_touch() -> None:
     request = make([E, E, E], [(0, 1), (1, 2)])
     assert request.row_bytes == 3 * ROW_SIZE
+
+
+def test_hints_are_for_the_slots_alone() -> None:
+    """The request's own ids, of which the cache's keys are made, are as without hints."""
+    request = make([5, E, E, 6, E], [(1, 2), (4, 1)], hints=np.array([0, E, VOCAB - 1], np.int32).tobytes())
+    assert request.token_ids.tolist() == [5, E, E, 6, E]
+    assert request.slot_ids is not None
+    assert ((request.slot_ids < 0) == (request.token_ids < 0)).all()
+    assert counted_ids(torch.from_numpy(request.slot_ids)).tolist() == [5, 0, E, 6, VOCAB - 1]
+    assert request.row_bytes == 3 * ROW_SIZE
+    assert make([5, E], [(1, 1)]).slot_ids is None
+
+
+@pytest.mark.parametrize(
+    ("hints", "match"),
+    [
+        ([1], "must match"),
+        ([1, 2, 3], "must match"),
+        ([], "must match"),
+        ([1, VOCAB], "below 100"),
+        ([-2, 1], "below 100"),
+        ([2**31 - 1, 1], "below 100"),
+    ],
+)
+def test_refused_for_its_hints(hints: list[int], match: str) -> None:
+    with pytest.raises(InvalidRequest, match=match):
+        make([5, E, E], [(1, 2)], hints=np.array(hints, np.int32).tobytes())
 
 
 def test_frames_are_viewed_and_not_copied() -> None:

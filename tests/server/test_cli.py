@@ -146,6 +146,16 @@ def test_api_keys_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot read" in usage_error(capsys, "--api-key-file", str(tmp_path / "missing"))
 
 
+def test_soft_prompts_have_names_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a=b.safetensors"
+    path.touch()
+    config = config_of("--soft-prompt", f"poet={path}", "--soft-prompt", f"clerk.v2={tmp_path}")
+    assert config.soft_prompts == (("poet", str(path)), ("clerk.v2", str(tmp_path)))
+    for given in (str(path), f"={path}", f"a b={path}", f"a:b={path}", f"-a={path}", f"{'x' * 65}={path}"):
+        assert "not NAME=PATH" in usage_error(capsys, f"--soft-prompt={given}")
+    assert "no file or folder" in usage_error(capsys, f"--soft-prompt=poet={tmp_path}/nothing")
+
+
 def test_names_of_the_model(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()

@@ -104,7 +104,8 @@ def test_unknown_routes_and_methods_have_openais_body(server: ServerProcess) -> 
     with server.client() as client:
         for method, path, status in (
             ("GET", "/v1/nowhere", 404),
-            ("GET", "/", 404),
+            ("GET", "/nowhere", 404),
+            ("POST", "/", 404),
             ("GET", "/v1/completions", 405),
             ("DELETE", "/livez", 405),
             ("POST", "/v1/models", 405),

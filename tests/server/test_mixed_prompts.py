@@ -197,8 +197,20 @@ BAD: list[tuple[Any, str, str]] = [
     ([{"type": "prompt_embeds", "id": "emb_1"}], "prompt[0].id", "unsupported_parameter"),
     ([{**rows(1), "id": "emb_1"}], "prompt[0].id", "unsupported_parameter"),
     ([text("x"), {"type": "prompt_embeds", "part": "a"}], "prompt[1].part", "unsupported_parameter"),
-    ([{**rows(1), "token_ids": [5]}], "prompt[0].token_ids", "unsupported_parameter"),
-    ([{"type": "soft_prompt", "name": "a"}], "prompt[0].type", "unsupported_parameter"),
+    ([{**rows(2), "token_ids": [5]}], "prompt[0].token_ids", "invalid_value"),
+    ([ids(5), {**rows(1), "token_ids": [5, None]}], "prompt[1].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": []}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": [VOCAB_SIZE]}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": [-1]}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": [True]}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": ["5"]}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": [[5]]}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": {}}], "prompt[0].token_ids", "invalid_value"),
+    ([{**rows(1), "token_ids": 5}], "prompt[0].token_ids", "invalid_value"),
+    ([[ids(5)], [{**rows(1), "token_ids": [5] * 200}]], "prompt[1][0].token_ids", "invalid_value"),
+    ([{"type": "soft_prompt"}], "prompt[0].name", "invalid_value"),
+    ([{"type": "soft_prompt", "name": ["a"]}], "prompt[0].name", "invalid_value"),
+    ([{"type": "soft_prompt", "name": ""}], "prompt[0].name", "invalid_value"),
     ([{"type": "image_url", "image_url": {"url": "data:"}}], "prompt[0].type", "unsupported_parameter"),
     ([ids(*[5] * 100), ids(*[5] * 29)], "prompt", "context_length_exceeded"),
     ([rows(100), ids(*[5] * 29)], "prompt[0].data", "context_length_exceeded"),
@@ -233,13 +245,30 @@ def test_what_does_not_go_with_parts() -> None:
     assert without.post(ROUTE, {"prompt": [text("x"), ids(5)]}).status_code == 200
 
 
+def test_hints_go_with_their_rows() -> None:
+    """One a row, and none where nobody gave one; without any the message is as ever."""
+    hinted = {**rows(3), "token_ids": [7, None, 5]}
+    (found,) = submitted([ids(9), rows(2), hinted, ids(9)])
+    assert found.prompt.hint_ids is not None
+    assert found.prompt.hint_ids.dtype == np.int32
+    assert found.prompt.hint_ids.tolist() == [EMBEDDING_ID, EMBEDDING_ID, 7, EMBEDDING_ID, 5]
+    token_ids, digests, hints, *data = found.prompt.frames
+    assert np.frombuffer(hints, np.int32).tolist() == found.prompt.hint_ids.tolist()
+    assert (len(memoryview(digests).cast("B")), len(data)) == (5 * 16, 2)
+    (plain,) = submitted([ids(9), rows(2), rows(3), ids(9)])
+    assert plain.prompt.hint_ids is None and len(plain.prompt.frames) == 4
+    assert plain.prompt.row_digests == digests
+    assert plain.prompt.token_ids.tolist() == np.frombuffer(token_ids, np.int32).tolist()
+
+
 def test_nothing_is_decoded_before_the_cheap_parts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded")
 
     monkeypatch.setattr("server.inputs.decode_base64_embedding", decode)
     client = Api(services(FakeEngine(say(""))))
-    for last in (ids(VOCAB_SIZE), ids(*[5] * 128), text(" x" * 200), {"type": "text"}):
+    hinted = {**rows(1), "token_ids": [VOCAB_SIZE]}
+    for last in (ids(VOCAB_SIZE), ids(*[5] * 128), text(" x" * 200), {"type": "text"}, hinted):
         assert client.post(ROUTE, {"prompt": [[rows(1)], [rows(1), last]]}).status_code == 400
 
 

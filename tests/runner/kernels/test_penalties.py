@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.hints import hinted_ids
 from runner.kernels.penalties import apply_penalties, apply_penalties_reference
 from runner.kernels.penalties_triton import apply_penalties_triton
 from runner.messages import EMBEDDING_ID
@@ -22,10 +23,12 @@ def make_case(rows: int, vocab: int, max_model_len: int) -> Case:
     num_slots = rows + 3
     slots = SlotState.allocate(num_slots, max_model_len, 16, CPU)
     slots.fill_with_garbage(vocab, 9)
-    # Few ids, so that they come again and again, and embedding rows between them.
+    # Few ids, so that they come again and again, and between them embedding rows, some with hints of the same ids.
     repeated = torch.randint(0, min(vocab, 9), slots.token_ids.shape, dtype=torch.int32)
     slots.token_ids = torch.where(torch.rand(slots.token_ids.shape) < 0.5, repeated, slots.token_ids)
     slots.token_ids[torch.rand(slots.token_ids.shape) < 0.2] = EMBEDDING_ID
+    hinted = torch.from_numpy(hinted_ids(repeated.numpy()))
+    slots.token_ids = torch.where(torch.rand(slots.token_ids.shape) < 0.1, hinted, slots.token_ids)
     slots.length = torch.randint(1, max_model_len + 1, (num_slots,), dtype=torch.int32)
     slots.prompt_len = (slots.length * torch.rand(num_slots)).int()
     sampling = SamplingState.allocate(num_slots, CPU)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.hints import FIRST_HINT, hinted_ids
 from runner.kernels.prepare import (
     NEW_BLOCKS,
     SLOTS,
@@ -76,6 +77,8 @@ def make_step(seed: int, *, num_slots: int, max_rows: int, max_model_len: int, b
         if seed % 2:  # half of the embeddings are rows of two-way spans, each with an end of its own
             ends = torch.arange(computed, computed + rows).int() + torch.randint(1, 9, (rows,)).int()
             embedding = torch.where(torch.rand(rows) < 0.5, embedding, -1 - ends)
+        hinted = torch.from_numpy(hinted_ids(torch.randint(0, VOCAB, (rows,)).int().numpy()))
+        embedding = torch.where(torch.rand(rows) < 0.3, hinted, embedding)
         slots.token_ids[slot, computed : computed + rows] = torch.where(torch.rand(rows) < 0.5, embedding, ids)
         i = len(entries)
         record[SLOTS, i] = slot
@@ -128,7 +131,7 @@ def test_prepare_is_what_a_loop_over_rows_gives(seed: int, shape: dict[str, int]
             token = int(before.token_ids[slot, position])
             block = table[slot][position // size]
             expected_rows.append((max(token, 0), token >= 0, position, block * size + position % size))
-            expected_until.append(position + 1 if token >= EMBEDDING_ID else -1 - token)
+            expected_until.append(-1 - token if FIRST_HINT < token < EMBEDDING_ID else position + 1)
         assert out.seq_lens[i] == computed + rows
         assert out.last_rows[i] == len(expected_rows) - 1
         assert bool(out.samples[i]) == (computed + rows == int(before.length[slot]))
