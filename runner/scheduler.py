@@ -123,6 +123,9 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._admissions = 0
+        self._inspected = 0
+        """Slots whose sequences have latent steps or are asked for hidden states: where there are none, no step is
+        searched for them."""
         # A little room for the running to grow into, lest the newest be admitted only to be preempted.
         self._watermark = num_blocks // 100
 
@@ -282,6 +285,7 @@ class Scheduler:
         table.hidden_from[slot] = sequence.hidden_from
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
+        self._inspected += sequence.is_inspected
         sequence.slot = slot
         return Admission(sequence, computed, blocks)
 
@@ -303,18 +307,21 @@ class Scheduler:
         prompt_len = table.prompt_len[slots]
         prompt_rows = int((np.minimum(computed, prompt_len) - np.minimum(before, prompt_len)).sum())
         samples = reaches_end & (table.length[slots] < table.limit[slots])
-        latent = samples & (table.length[slots] < table.answer_start[slots])
+        latent = (
+            samples & (table.length[slots] < table.answer_start[slots]) if self._inspected else np.zeros_like(samples)
+        )
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         asking = samples & table.asks[slots] & ~latent
         step = Step(slots, starts, computed, new_blocks, samples, asking, table.length[slots],
                     num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
-        step.latent_outputs = np.nonzero(latent)[0]
-        step.latent_inputs = np.nonzero((before >= table.admitted[slots]) & (before < table.answer_start[slots]))[0]
+        if self._inspected:
+            step.latent_outputs = np.nonzero(latent)[0]
+            step.latent_inputs = np.nonzero((before >= table.admitted[slots]) & (before < table.answer_start[slots]))[0]
+            for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
+                self._add_hidden_run(step, entry, int(before[entry]))
         for entry in np.nonzero(before < table.admitted[slots])[0].tolist():
             self._add_prompt_rows(step, entry, int(before[entry]))
-        for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
-            self._add_hidden_run(step, entry, int(before[entry]))
         table.computed[slots] = computed
         table.length[slots] += samples
         self.waiting.charge_tokens(table.client[slots[samples]])
@@ -379,7 +386,9 @@ class Scheduler:
         live = ~table.ended[step.slots]
         entries = np.nonzero(step.samples & live)[0]
         slots = step.slots[entries]
-        latent = step.positions[entries] < table.answer_start[slots]
+        latent = np.zeros(len(entries), np.bool_)
+        if len(step.latent_outputs):
+            latent = np.isin(entries, step.latent_outputs)
         new = np.where(latent, EMBEDDING_ID, tokens[entries])
         table.token_ids[slots, step.positions[entries]] = new
         table.known[slots] = step.positions[entries] + 1
@@ -467,6 +476,7 @@ class Scheduler:
         self.pool.release(table.blocks[slot, : table.num_blocks[slot]].tolist())
         table.sequences[slot] = None
         table.open[slot] = False
+        self._inspected -= sequence.is_inspected
         table.free.append(slot)
         sequence.slot = -1
 

@@ -290,6 +290,12 @@ class Sequence:
         return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
 
     @property
+    def is_inspected(self) -> bool:
+        """Whether every step that it is in has to be looked at for its hidden states."""
+        sampling = self.request.sampling
+        return bool(sampling.latent_steps or sampling.return_hidden_states)
+
+    @property
     def limit(self) -> int:
         """Rows at which the sequence ends with reason "length"."""
         return self.request.answer_start + self.request.sampling.max_tokens

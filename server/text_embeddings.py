@@ -120,14 +120,16 @@ async def _row_of(batch: Batch) -> bytes:
     news = asyncio.Event()
     batch.listen(news.set)
     try:
-        while not batch.has_ended:
-            await news.wait()
-            news.clear()
+        while True:
             while (taken := batch.take()) is not None:
-                _, event = taken
+                event = taken[1]
                 found = event.hidden or found
                 if event.end is not None and event.end.reason == "abort":
                     raise Unavailable("The request was aborted by the server.")
+            if batch.has_ended:
+                break
+            await news.wait()
+            news.clear()
     finally:
         batch.listen(None)
     if not found:

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load, save
 
 from server.embeddings_input import MAX_INPUTS
-from server.errors import QueueFull
+from server.errors import EngineFailed, QueueFull
 from server.pooling import Dimensions, as_float32, embedding_of, load_pooling
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 from tests.server.fakes import MODEL, Api, FakeEngine, api, ids_of, say, services
@@ -105,6 +105,22 @@ def test_a_refusal_on_the_way_ends_the_request() -> None:
     assert response.status_code == 429
     assert len(engine.submitted) >= 2
     assert all(each.aborted for each in engine.submitted)
+
+
+def test_an_engine_that_fails_or_sends_nothing() -> None:
+    class Silent(FakeEngine):
+        @staticmethod
+        def _add_hidden(inbox: Any, choice: int, start: int, count: int) -> None:
+            pass
+
+    for engine in (Silent(say("")), _Failing(say(""))):
+        response = Api(services(engine)).post(EMBEDDINGS, {"input": [[5], [6]]})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+
+
+class _Failing(FakeEngine):
+    async def _run(self, inbox: Any, submitted: Any) -> None:
+        inbox.fail(EngineFailed())
 
 
 def test_strict_parameters() -> None:
