@@ -44,7 +44,11 @@ TRAIN = ("python", "get_peft_model(")
 SERVE = ("sh", "intarsia serve")
 POET = ("python", 'model=f"{model}:poet"')
 PARTS = ("json", "<base64>")
-ON_THE_PAGE = (ROWS, CURL, OPENAI, CHAT, ENCODER, TRAIN, SERVE, POET, PARTS)
+FORM = ("sh", "-F rows=")
+STORED = ("sh", "/v1/prompt_embeds")
+STORED_ANSWER = ("json", '"object"')
+OUR_CLIENT = ("python", "server.client")
+ON_THE_PAGE = (ROWS, CURL, OPENAI, CHAT, ENCODER, TRAIN, SERVE, POET, PARTS, FORM, STORED, STORED_ANSWER, OUR_CLIENT)
 
 ASK_TEXT = ("sh", '"messages"')
 ASK_IDS = ("sh", '"prompt": [1,')
@@ -75,6 +79,8 @@ def source(page: str, example: Example, server: RealServer, model: Path | str = 
         ("path/to/model", str(model)),
         ("$(python ", f"$({sys.executable} "),
         ("\n.venv/bin/python ", f"\n{sys.executable} "),
+        ("\npython ", f"\n{sys.executable} "),
+        ("| python ", f"| {sys.executable} "),
     ):
         text = text.replace(there, here)
     return text.removeprefix("\n")
@@ -152,14 +158,40 @@ def test_own_encoder(server: RealServer, llama: Path, folder: Path) -> None:
     assert out == answer_to(llama, before, rows, after) + "\n"
 
 
+def test_form_and_store(server: RealServer, llama: Path, folder: Path) -> None:
+    """The second uses the file of the first."""
+    for example in (FORM, STORED):
+        body = run_shell(source(PAGE, example, server, llama), folder)
+        assert body["choices"][0]["text"] == answer_to(llama, "What is the", " capital of France", "?")
+
+
+def test_what_an_upload_answers(server: RealServer, llama: Path) -> None:
+    file = save({"rows": embed(llama, [4, 5, 6])})
+    with server.client() as client:
+        answer = client.post("/v1/prompt_embeds", content=file, headers={"Content-Type": "application/octet-stream"})
+    shown = json.loads(source(PAGE, STORED_ANSWER, server))
+    assert {name: type(value) for name, value in answer.json().items()} == {
+        name: type(value) for name, value in shown.items()
+    }
+
+
+def test_our_client(server: RealServer, llama: Path, folder: Path) -> None:
+    """The same answer twice, whole and streamed."""
+    out, _ = run_python(source(PAGE, OUR_CLIENT, server, llama), folder)
+    expected = answer_to(llama, "What is the", " capital of France", "?")
+    assert out == f"{expected}\n{expected}"
+
+
 def test_parts(server: RealServer, llama: Path) -> None:
-    """Each line is a part that a server takes, or would if it had that soft prompt."""
+    """Each line is a part that a server takes, or would if it had that soft prompt, that embedding or that field."""
+    missing = {"name": 404, "id": 404, "part": 400}
     data = base64.b64encode(save({"rows": embed(llama, [4, 5, 6])})).decode()
     with server.client() as client:
         for line in source(PAGE, PARTS, server).splitlines():
             part = json.loads(line.replace("<base64>", data))
             response = client.post("/v1/completions/render", json={"prompt": [part]})
-            assert response.status_code == (404 if part["type"] == "soft_prompt" else 200), response.text
+            expected = [status for name, status in missing.items() if name in part] or [200]
+            assert [response.status_code] == expected, response.text
 
 
 @pytest.fixture

@@ -243,6 +243,19 @@ def test_a_stored_part_is_a_span_without_rows() -> None:
     assert response.json()["usage"]["prompt_tokens"] == at + 6
 
 
+def test_their_rows_can_have_hints() -> None:
+    server = Server()
+    name = server.upload(3)["id"]
+    prompt = [stored(name) | {"token_ids": [7, None, 9]}, {"type": "token_ids", "token_ids": [5]}, stored(name)]
+    assert server.api.post("/v1/completions", {"prompt": prompt}).status_code == 200
+    (found,) = server.engine.submitted
+    assert found.prompt.hint_ids is not None
+    assert found.prompt.hint_ids.tolist() == [7, -1, 9, -1, -1, -1]
+    for wrong in ([7], [7, 8, 9, 10], [7, 8, 10**6]):
+        response = server.api.post("/v1/completions", {"prompt": [stored(name) | {"token_ids": wrong}]})
+        assert error(response) == (400, "prompt[0].token_ids", "invalid_value")
+
+
 def test_chat_takes_them() -> None:
     server = Server()
     name = server.upload(3)["id"]
