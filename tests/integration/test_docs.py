@@ -216,6 +216,7 @@ def test_soft_prompt(poet: RealServer, llama: Path, folder: Path) -> None:
 # --- README.md --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)  # on a busy machine the model alone takes a minute to be converted, another to load
 def test_readme(default_model: Path, tmp_path: Path) -> None:
     """The product's own start: no model named, no configuration, the embedded weights. All ways give one answer."""
     answers = []
