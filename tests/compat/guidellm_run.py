@@ -1,6 +1,6 @@
-"""guidellm against the default model, with the model's folder as its tokenizer. Run by `tests.compat`, in the checkout's
-own environment: guidellm is a command. Streamed chats, then streamed completions; every request is answered, and as long
-as it was asked to be."""
+"""guidellm against the default model, with the model's folder as its tokenizer. Run by `tests.compat`, in the
+checkout's own environment: guidellm is a command. Streamed chats, then streamed completions; every request is answered,
+and as long as it was asked to be."""
 
 from __future__ import annotations
 
