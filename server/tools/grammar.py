@@ -20,7 +20,7 @@ from server.tools.definitions import Tool, ToolRequest
 from server.tools.styles import ToolStyle
 
 MAX_CALLS = 32
-"""That an answer must not have more of, where any are demanded: a small model would repeat itself until `max_tokens`."""
+"""That an answer may have, where any are demanded: a small model would repeat itself until `max_tokens`."""
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """Behind the first."""
 _ANY_OBJECT = '{"type": "object"}'

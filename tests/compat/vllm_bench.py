@@ -39,9 +39,10 @@ def run(base: str, model: str, tokenizer: str, backend: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    base, model, tokenizer = sys.argv[1:4]
     failed = False
     for backend in BACKENDS:
-        result = run(*sys.argv[1:4], backend)
+        result = run(base, model, tokenizer, backend)
         found = {name: result[name] for name in ("completed", "failed", "total_output_tokens")}
         print(f"vllm bench serve, {backend}: {found}", flush=True)
         failed |= found != {"completed": REQUESTS, "failed": 0, "total_output_tokens": REQUESTS * OUTPUT_TOKENS}
