@@ -271,7 +271,7 @@ class CycleWriter:
     def write(self, data: bytes) -> None:
         self._writes.add(self, data)
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         self._writes.flush()
 
     def write_now(self, data: bytes) -> None:
