@@ -98,6 +98,15 @@ $(VENV_COMPAT)/%/.installed: tests/compat/requirements/%.txt
 	$(@D)/bin/python $(pip) --requirement $<
 	touch $@
 
+# vLLM's client without vLLM's dependencies: torch, transformers and the like are the checkout's own.
+$(VENV_COMPAT)/vllm/.installed: tests/compat/requirements/vllm.txt $(STAMP)
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(pip) --no-deps --requirement $<
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(@D)/checkout.pth
+	mv $(@D)/checkout.pth "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	touch $@
+
 $(VENV_COMPAT)/node/.installed: tests/compat/node/package.json tests/compat/node/package-lock.json
 	mkdir -p $(@D)
 	cp $^ $(@D)

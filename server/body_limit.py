@@ -2,7 +2,8 @@
 
 - A body that is too large is refused: before it is read where its size is announced, and as soon as it passes the limit
   where it is not (chunked).
-- All bodies together may take `_SHARED_BYTES`, or two of the largest: many large ones at once are turned away with 503.
+- All bodies of one API process together may take `_SHARED_BYTES`, or two of the largest: many large ones at once are
+  turned away with 503. (With several API processes each has so much.)
 - A client that stops sending is given up after a minute, and one that sends a little now and then soon after: what it
   makes the server hold must be paid for with bandwidth.
 

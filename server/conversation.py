@@ -16,6 +16,8 @@ from server.errors import InvalidRequest, UnsupportedParameter
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as clients name them and as templates know them (`developer` is OpenAI's newer name of `system`)."""
 MAX_MESSAGES = 16384
+MAX_CONTENT_PARTS = 16384
+"""Of all messages together: each takes microseconds of the event loop's time, and a body has room for millions."""
 MAX_CALLS = 128
 """Of one message."""
 _MAX_ID_CHARS = 256
@@ -44,12 +46,19 @@ def parse_messages(
         raise _invalid("messages", "must have at least one message")
     if len(value) > MAX_MESSAGES:
         raise _invalid("messages", f"must have at most {MAX_MESSAGES} messages")
+    if sum(map(_num_parts, value)) > MAX_CONTENT_PARTS:
+        raise _invalid("messages", f"must have at most {MAX_CONTENT_PARTS} content parts")
     messages = [_parse_message(message, f"messages[{index}]", embeddings) for index, message in enumerate(value)]
     if keep_developer:
         for message, given in zip(messages, value, strict=True):
             if given["role"] == "developer":
                 message["role"] = "developer"
     return messages
+
+
+def _num_parts(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, list) else 0
 
 
 def _parse_message(message: Any, where: str, embeddings: EmbeddingMarkers | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ A stream ends with `data: [DONE]` also after an error: clients take one that mer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any, Protocol
@@ -49,7 +50,7 @@ class BodyWriter(Protocol):
     def write(self, data: bytes) -> None:
         """At the end of the loop's turn, or with `flush`. Never waits. What nobody reads any more is dropped."""
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Called before anything is sent the usual way."""
 
 
@@ -85,7 +86,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(scope["extensions"][BODY_WRITER], send))
+            writer = scope.get("extensions", {}).get(BODY_WRITER) or _SendingWriter(send)
+            await unless_gone(receive, self._send_all(writer, send))
         except (ClientGone, OSError):  # OSError: what some servers raise when they send to nobody
             pass
         finally:
@@ -107,8 +109,41 @@ class EventStream(Response):
             internal = InternalError()
             internal.note()
             last = self._events.fail(internal)
-        writer.flush()
+        await writer.flush()
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class _SendingWriter:
+    """`BodyWriter` in the usual way, where the application runs behind another protocol than ours."""
+
+    def __init__(self, send: Send) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self._send = send
+        self._waiting: list[bytes] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._sending is not None
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._waiting.append(data)
+            if self._sending is None:
+                self._sending = asyncio.create_task(self._send_waiting())
+
+    async def flush(self) -> None:
+        if self._sending is not None:
+            await self._sending
+
+    async def _send_waiting(self) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            while self._waiting:
+                body, self._waiting = b"".join(self._waiting), []
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sending = None
+        if self.on_writable is not None:
+            self.on_writable()
 
 
 class _Pump:

@@ -229,7 +229,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 class Writes:
     """What is going to be written to the connections of one event loop, all of it together once nothing else is waiting
-    to run. A step's tokens become events first and are written then: system calls in a row take half the time of as
+    to run. A step's tokens become events first and are written then: system calls in a row take less time than as
     many with Python in between, and a client in the same machine is woken up less often."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -271,7 +271,7 @@ class CycleWriter:
     def write(self, data: bytes) -> None:
         self._writes.add(self, data)
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         self._writes.flush()
 
     def write_now(self, data: bytes) -> None:

@@ -299,6 +299,7 @@ async def _from_text_or_ids(
         token_ids = await encode_prompt(
             value, services, add_special_tokens=add_special, param="prompt", truncation=truncation
         )
+        await asyncio.sleep(0)  # as in `encode_parts`
         # Of a text that may have been cut, an echo shows what is left.
         text = value if truncation is None else None
     else:

@@ -21,7 +21,7 @@ class Lifecycle:
         """The model is loaded and the routes have what they need."""
         self.draining = False
         self.in_flight = 0
-        """API requests that are being answered."""
+        """API requests that are being answered by this process."""
         self._engine = engine
         self._ready_seconds = ready_seconds
         self._live_seconds = live_seconds
@@ -57,10 +57,12 @@ class Lifecycle:
 
     def enter(self) -> None:
         self.in_flight += 1
+        self._engine.metrics.count_in_flight(1)
         self._idle.clear()
 
     def leave(self) -> None:
         self.in_flight -= 1
+        self._engine.metrics.count_in_flight(-1)
         if not self.in_flight:
             self._idle.set()
 

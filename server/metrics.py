@@ -102,7 +102,8 @@ class Metrics(Collector):
     """
 
     _PLACES = _layout()
-    CELLS = sum(map(_size, SERVER_FAMILIES))
+    CELLS = sum(map(_size, SERVER_FAMILIES)) + 1
+    """The last one is no family's: API requests that are being answered, for /load."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class Metrics(Collector):
         self._as_vllm = as_vllm
         self._cells = cells or SharedCells(1, self.CELLS)
         self._mine = self._cells.row(row)
+        self._mine[-1] = 0.0  # what a worker left that died in this row
         self.prompt_tokens = self._counter(families.PROMPT_TOKENS)
         self.prompt_tokens_cached = self._counter(families.PROMPT_TOKENS_CACHED)
         self.generation_tokens = self._counter(families.GENERATION_TOKENS)
@@ -178,6 +180,14 @@ class Metrics(Collector):
                 if family.in_vllm:
                     yield _exported(VLLM_PREFIX, family, value, labels)
             yield from self._cache_config(VLLM_PREFIX, {"engine": "0"})
+
+    def count_in_flight(self, change: int) -> None:
+        self._mine[-1] += change
+
+    @property
+    def in_flight(self) -> int:
+        """API requests that are being answered, by all API processes."""
+        return int(self._cells.totals()[-1])
 
     def _values(self) -> list[tuple[Family, _Value]]:
         stats, totals = self.stats, self._cells.totals()

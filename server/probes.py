@@ -36,7 +36,7 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
 
     async def load() -> dict[str, int]:
         """How many API requests are being answered."""
-        return {"server_load": lifecycle.in_flight}
+        return {"server_load": metrics.in_flight}
 
     async def metrics_() -> Response:
         """Prometheus metrics."""

@@ -19,6 +19,10 @@ from server.tools import hermes, llama3, mistral, qwen3_coder
 from server.tools.definitions import Tool, ToolRequest
 from server.tools.styles import ToolStyle
 
+MAX_CALLS = 32
+"""That an answer may have, where any are demanded: a small model would repeat itself until `max_tokens`."""
+_MORE = f"{{0,{MAX_CALLS - 1}}}"
+"""Behind the first."""
 _ANY_OBJECT = '{"type": "object"}'
 _PYTHON = r"""
 python: PYTHON_WORD | PYTHON_STRING | "[" python_items? "]" | "{" (python_pair ("," SPACE? python_pair)*)? "}"
@@ -75,7 +79,7 @@ class _Calls:
 def _hermes(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
     end = grammar.marker(hermes.END)
     block = f"{grammar.marker(hermes.START)} WS call WS {end}"
-    more = f"(WS {block})*" if parallel else ""
+    more = f"(WS {block}){_MORE}" if parallel else ""
     return _Calls(
         forced=f"{block} {more}",
         free=f"(before WS call WS {end}){'*' if parallel else '?'} TEXT",
@@ -87,7 +91,7 @@ def _hermes(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, s
 
 
 def _llama3(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, str], parallel: bool) -> _Calls:
-    calls = '(call ("; " call)*)' if parallel else "call"
+    calls = f'(call ("; " call){_MORE})' if parallel else "call"
     marked = f"{grammar.marker(llama3.START)}? {calls}"
     return _Calls(forced=marked, free=f"({marked} | NO_CALL)?", rules=[
         # An answer that begins with a brace is a call.
@@ -102,10 +106,10 @@ def _mistral(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str, 
     if named:
         calls = [f"{literal(tool.name)} {grammar.marker(mistral.ARGS)} args_{i}" for i, tool in enumerate(tools)]
         rules = [f"call: {' | '.join(calls)}", *_arguments(tools, schemas)]
-        block, more = "call", f"({start} call)*" if parallel else ""
+        block, more = "call", f"({start} call){_MORE}" if parallel else ""
     else:
         rules = _json_calls(tools, schemas, "arguments")
-        block, more = ('"[" call (", " call)* "]"' if parallel else '"[" call "]"'), ""
+        block, more = (f'"[" call (", " call){_MORE} "]"' if parallel else '"[" call "]"'), ""
     return _Calls(
         forced=f"{start} {block} {more}",
         free=f"(before {block}){'*' if parallel and named else '?'} TEXT",
@@ -121,7 +125,7 @@ def _pythonic(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[str,
         arguments = f'({argument} (", " {argument})*)?' if names else ""
         rules.append(f'call_{index}: {literal(tool.name + "(")} {arguments} ")"')
     rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
-    calls = '"[" call (", " call)* "]"' if parallel else '"[" call "]"'
+    calls = f'"[" call (", " call){_MORE} "]"' if parallel else '"[" call "]"'
     return _Calls(
         forced=calls, free=f"({calls} | NO_CALL)?", rules=[r"NO_CALL: /[^\[\s](.|\n)*/", *rules, _PYTHON.strip()]
     )
@@ -137,7 +141,7 @@ def _qwen3_coder(grammar: CallGrammar, tools: Sequence[Tool], schemas: Mapping[s
         arguments = f"(({tags}) value WS)*" if names else ""
         rules.append(f'call_{index}: {literal(f"<function={tool.name}>")} WS {arguments} "</function>"')
     rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
-    more = f"(WS {block})*" if parallel else ""
+    more = f"(WS {block}){_MORE}" if parallel else ""
     return _Calls(f"{block} {more}", f"(before WS call WS {end}){'*' if parallel else '?'} TEXT", rules)
 
 

@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from runner.default_model import default_model_path
+from server.config import DEFAULT_MODEL_NAME
 from tests.compat.aiperf_profile import profile
+from tests.compat.guidellm_run import benchmark
 from tests.compat.servers import default_server, tiny_server, two_servers
 
 CLIENT_SECONDS = 1800
@@ -39,7 +42,7 @@ SCHEMATHESIS_CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,negative_data_rejection"
 )
-CLIENTS = (*SCRIPTS, *NODE_SCRIPTS, "lm-eval", "schemathesis", "aiperf")
+CLIENTS = (*SCRIPTS, *NODE_SCRIPTS, "lm-eval", "schemathesis", "aiperf", "guidellm", "vllm")
 
 
 def main(environments: Path, names: Sequence[str]) -> int:
@@ -57,6 +60,10 @@ def main(environments: Path, names: Sequence[str]) -> int:
                 passed = schemathesis(environments / name)
             elif name == "aiperf":
                 passed = aiperf(environments / name)
+            elif name == "guidellm":
+                passed = guidellm(environments / name)
+            elif name == "vllm":
+                passed = vllm(environments / name)
             else:
                 setting = setting or servers.enter_context(two_servers())
                 passed = script(environments, name, setting)
@@ -95,6 +102,21 @@ def aiperf(environment: Path) -> bool:
         except (OSError, subprocess.SubprocessError) as error:
             print(f"{type(error).__name__}: {error}")
             return False
+
+
+def guidellm(environment: Path) -> bool:
+    with default_server() as base:
+        try:
+            return benchmark(environment / "bin" / "guidellm", base)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"{type(error).__name__}: {error}")
+            return False
+
+
+def vllm(environment: Path) -> bool:
+    with default_server() as base:
+        command = [python(environment), "-m", "tests.compat.vllm_bench", base, DEFAULT_MODEL_NAME]
+        return passes([*command, str(default_model_path())])
 
 
 def python(environment: Path) -> str:

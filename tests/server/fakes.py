@@ -55,7 +55,6 @@ from server.services import Services
 from server.stored_embeddings import StoredEmbeddings
 from server.tokenizer import Tokenizer
 from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
-from tests.server.body_writer import with_body_writer
 
 MODEL = ModelInfo(
     path="",
@@ -293,7 +292,7 @@ class Api:
         return asyncio.run(self._send("DELETE", path))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(with_body_writer(self._app), raise_app_exceptions=True)
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **options)
 

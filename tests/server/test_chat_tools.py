@@ -22,7 +22,6 @@ from server.services import Services
 from server.tokenizer import Tokenizer
 from server.tools.styles import TOOL_STYLES
 from tests.models import EOS_ID, build_tokenizer
-from tests.server.body_writer import with_body_writer
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, Script, application, ids_of, services, tokenizer
 from tests.server.test_completions import events
 
@@ -370,7 +369,7 @@ class _App(httpx.AsyncBaseTransport):
     """OpenAI's client on an application in the same process."""
 
     def __init__(self, given: Services) -> None:
-        self._inner = httpx.ASGITransport(with_body_writer(application(given)))
+        self._inner = httpx.ASGITransport(application(given))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         return await self._inner.handle_async_request(request)

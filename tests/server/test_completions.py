@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import threading
@@ -18,8 +19,9 @@ from tokenizers.processors import TemplateProcessing
 
 from runner.messages import EMBEDDING_ID, Span, TokenLogprobs
 from server.errors import EngineFailed, QueueFull
-from server.inputs import MAX_CHOICES, MAX_PROMPTS
+from server.inputs import MAX_CHOICES, MAX_PROMPTS, completion_prompts
 from server.logprobs import LogprobFormat
+from server.schemas import CompletionRequest, parse
 from server.tokenizer import Tokenizer
 from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, api, byte_ids, ids_of, say, services
@@ -634,6 +636,25 @@ def test_an_engine_that_forgets_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr("server.generation.GenerationStream.take", lambda *_: None)
         monkeypatch.setattr("server.generation.GenerationStream.has_ended", True)
         assert client.post(ROUTE, {"prompt": PROMPT}).status_code == EngineFailed().status
+
+
+def test_the_event_loop_has_its_turn_between_the_texts_of_a_batch() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        counting = asyncio.create_task(count())
+        request = parse(CompletionRequest, {"prompt": ["hello"] * 100})
+        assert len(await completion_prompts(request, services(FakeEngine(say(ANSWER))))) == 100
+        counting.cancel()
+
+    asyncio.run(main())
+    assert turns >= 99
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

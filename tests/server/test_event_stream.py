@@ -22,7 +22,6 @@ from server.event_stream import _Pump
 from server.respond import Envelope, _Chunks
 from server.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
 from tests.models import Family
-from tests.server.body_writer import CollectedBody
 from tests.server.fakes import FakeEngine, Line, services
 from tests.server.harness import ServerProcess, completion
 from tests.server.scripted_runner import Script
@@ -54,6 +53,21 @@ class Deltas:
         self.waiting += items
         if self._on_news is not None:
             self._on_news()
+
+
+class CollectedBody:
+    """`event_stream.BodyWriter` that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self.is_full = False
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    async def flush(self) -> None:
+        pass
 
 
 class Texts:

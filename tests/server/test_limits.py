@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.answer import MAX_PROMPT_LOGPROBS
-from server.conversation import MAX_MESSAGES
+from server.conversation import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.inputs import MAX_CHOICES, MAX_PROMPTS
 from server.schemas import MAX_DOCUMENTS
 from tests.models import EOS_ID, VOCAB_SIZE
@@ -17,6 +17,9 @@ from tests.server.fakes import MODEL, Api, api, say
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+TOO_MANY_PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": ""}] * count} for count in (MAX_CONTENT_PARTS, 1)
+]
 USUAL: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": [5, 6]}, CHAT: {"messages": HELLO}}
 CONTEXT = MODEL.max_model_len
 
@@ -89,7 +92,7 @@ CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("max_completion_tokens", [1, None], [0, -1, 2**31, 1.0]),
     ("logprobs", [True, False], [1, "true"]),
     ("top_logprobs", [0], [-1, 21, 5, True]),  # 5: without logprobs
-    ("messages", [HELLO], [[], None, "x", [5], HELLO * (MAX_MESSAGES + 1)]),
+    ("messages", [HELLO], [[], None, "x", [5], HELLO * (MAX_MESSAGES + 1), TOO_MANY_PARTS]),
     ("documents", [None, []], ["x", {}, [1], [{}, None], [{"text": "x"}], [{}] * (MAX_DOCUMENTS + 1)]),
     ("chat_template", [None], ["x", "x" * 65537]),
     ("chat_template_kwargs", [{}, {"x": 1}], [{"tokenize": True}, []]),

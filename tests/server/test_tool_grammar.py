@@ -15,7 +15,7 @@ from server.reasoning.styles import REASONING_STYLES
 from server.tokenizer import Tokenizer
 from server.tools.compile import compile_calls
 from server.tools.definitions import ToolRequest, parse_tools
-from server.tools.grammar import CallGrammar
+from server.tools.grammar import MAX_CALLS, CallGrammar
 from server.tools.styles import TOOL_STYLES
 from tests.models import EOS_ID, build_tokenizer
 from tests.server.test_tool_parsers import coder, parse
@@ -125,6 +125,14 @@ def test_parallel_calls(style: str, several: str, choice: str) -> None:
         choice == "auto" and style in ("hermes", "qwen3_coder")  # the second one is text, and dropped by `ChatParts`
     )
     assert [name for name, _ in parse(TOOL_STYLES[style].parser, [several])[1]] == ["f", "get_weather"]
+
+
+@pytest.mark.parametrize(("style", "between"), [("hermes", "\n"), ("llama3_json", "; "), ("qwen3_coder", "\n")])
+def test_demanded_calls_have_an_end(style: str, between: str) -> None:
+    made, request = grammar(style), parse_tools(TOOLS, "required", None)
+    one = call(style, "get_weather", "{}")
+    assert accepts(made, request, between.join([one] * MAX_CALLS))
+    assert not accepts(made, request, between.join([one] * (MAX_CALLS + 1)))
 
 
 def test_text_before_calls() -> None:

@@ -79,6 +79,19 @@ def test_connections_are_dealt_evenly_and_every_worker_tells_the_same(start_serv
     assert models[0] == models[1] == models[2]
 
 
+def test_the_load_is_that_of_all_workers(start_server: StartServer) -> None:
+    server = start_server(SLOW, api_workers=2).wait_ready()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(server.client()) for _ in range(2)]
+        for client in clients:
+            client.get("/readyz")  # each has a connection to another worker
+        streams = open_streams(server, 3)
+        assert [client.get("/load").json() for client in clients] == [{"server_load": 3}] * 2
+        for stream in streams:
+            stream.close()
+        eventually(lambda: [client.get("/load").json()["server_load"] for client in clients] == [0, 0])
+
+
 def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
     server = start_server(SLOW, api_workers=2).wait_ready()
     pids = children(server)
