@@ -21,7 +21,8 @@ PIP_ARGS ?=
 ARGS     ?=
 MINUTES  ?= 10
 BUILD_ARGS ?=
-ENGINE   ?= $(shell docker info >/dev/null 2>&1 && echo docker || command -v podman)
+# podman rather than a docker that is podman behind another name: that one would not run health checks.
+ENGINE   ?= $(shell v=$$(docker version 2>/dev/null) && ! echo "$$v" | grep -qi podman && echo docker || command -v podman)
 TARGET   ?= cpu
 
 # All paths are relative, so that a checkout may lie below a folder with a space in its name.
@@ -32,7 +33,7 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend \
-        gpu-bench gpu-bench-serve faults soak audit docker-image docker-test clean
+        bench-wire gpu-bench gpu-bench-serve faults soak audit docker-image docker-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -127,6 +128,9 @@ bench: $(STAMP) ## measure the server on this machine's CPU
 
 bench-frontend: $(STAMP) ## measure what the API side costs per token, with the engine scripted
 	$(PY) -m tests.bench.frontend $(ARGS)
+
+bench-wire: $(STAMP) ## measure what it takes to get embeddings to the engine, in each form
+	$(PY) -m tests.bench.wire $(ARGS)
 
 gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
 	$(PY) -m tests.gpu.bench_kernels $(ARGS)

@@ -66,6 +66,12 @@ class RunnerConfig:
     max_row_bytes: int = 4 << 30
     """Host memory for the prompt embeddings of unfinished requests, at most."""
     log_format: LogFormatName = "text"
+    max_stored_bytes: int = 1 << 30
+    """Host memory for stored embeddings, at most; 0: nothing is stored."""
+    max_stored_bytes_per_key: int = 1 << 30
+    """Of these, of one owner."""
+    stored_seconds: float = 24 * 3600.0
+    """How long a stored embedding is kept."""
     debug_checks: bool = False
     """Start from garbage instead of zeros and compare `is_token_ids` with the schedule on every step (slow)."""
 

@@ -8,6 +8,7 @@ behind a full memory barrier, which a lock is).
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from runner.admission import Admission
+from runner.admission import Admission, Refusal
 from runner.config import RunnerConfig
+from runner.embedding_store import EmbeddingStore, NotStored, StoredRows
 from runner.messages import (
     Abort,
     Accepted,
@@ -34,12 +36,15 @@ from runner.messages import (
     Ready,
     Rejected,
     RejectReason,
+    Stats,
     StepOutput,
+    ToStore,
     WorkerGone,
     decode_to_runner,
     encode,
 )
 from runner.sequence import InvalidRequest, Key, Request
+from runner.store_messages import answer
 
 if TYPE_CHECKING:
     # The engine brings torch, which takes seconds to import: workers are greeted meanwhile.
@@ -81,6 +86,7 @@ class Endpoint:
         self._status: Loading | Ready | Failed = Loading("starting")
         self._admission = Admission(config)
         self._last_heartbeat = 0.0
+        self._store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
         self._grammars: GrammarCompiler | None = None
         self._table: TokenTable | None = None
         self._pool = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
@@ -129,7 +135,12 @@ class Endpoint:
             now = time.monotonic()
             if now - self._last_heartbeat >= HEARTBEAT_SECONDS:
                 self._last_heartbeat = now
-                self._broadcast(Heartbeat(engine.stats()))
+                self._store.expire()
+                self._broadcast(Heartbeat(self._stats(engine)))
+
+    def _stats(self, engine: Engine) -> Stats:
+        store = self._store
+        return msgspec.structs.replace(engine.stats(), stored_embeddings=len(store), stored_bytes=store.size)
 
     def _next_command(self, wait: float) -> Command | None:
         try:
@@ -168,7 +179,11 @@ class Endpoint:
             elif isinstance(message, LookUp):
                 self._look_up(message, [frame.buffer for frame in frames[1:]])
             elif message.worker not in self._gone:
-                self._admit(message, [frame.buffer for frame in frames[1:]])
+                buffers = [frame.buffer for frame in frames[1:]]
+                if isinstance(message, Generate):
+                    self._admit(message, buffers)
+                else:
+                    self._ask_store(message, buffers)
 
     def _greet(self, hello: Hello) -> None:
         with self._lock:
@@ -180,10 +195,23 @@ class Endpoint:
         self._send(hello.worker, self._status)
 
     def _admit(self, message: Generate, frames: list[memoryview]) -> None:
-        engine, config = self._engine, self._config
+        engine = self._engine
         if engine is None:
             return self._reject(message, "queue_full", "The model is still loading.")
-        info = engine.info
+        try:
+            stored = self._store.lease(span.stored for span in message.spans if span.stored)
+        except NotStored:
+            return self._reject(message, "not_found", "A stored embedding that the prompt names is gone.")
+        refusal = self._queue(message, frames, engine, stored)
+        if refusal is not None:
+            self._store.give_back(stored)
+            self._reject(message, refusal.reason, refusal.message, refusal.retry_after)
+
+    def _queue(
+        self, message: Generate, frames: list[memoryview], engine: Engine, stored: tuple[StoredRows, ...]
+    ) -> Refusal | None:
+        """Why the request is not to run, or nothing."""
+        info, config = engine.info, self._config
         try:
             request = Request.from_message(
                 message,
@@ -194,19 +222,27 @@ class Endpoint:
                 block_size=info.block_size,
                 private_cache=not config.enable_prefix_caching,
                 vision=info.vision,
+                stored=stored,
             )
         except InvalidRequest as error:
-            return self._reject(message, "invalid", str(error))
+            return Refusal("invalid", str(error))
         refusal = self._admission.refusal(request, engine, info.max_num_seqs)
         if refusal is not None:
-            return self._reject(message, refusal.reason, refusal.message, refusal.retry_after)
+            return refusal
         self._admission.accept(request)
+        request.on_release = functools.partial(self._store.give_back, stored)
         if request.sampling.grammar:
             self._compiling[request.key] = []
             self._pool.submit(self._compile, request)
         else:
             self._send(message.worker, Accepted(message.request))
             self._inbox.put(request)
+        return None
+
+    def _ask_store(self, message: ToStore, frames: list[memoryview]) -> None:
+        if self._engine is not None:
+            row_size = self._engine.info.hidden_size * self._engine.model.dtype.itemsize
+            self._send(message.worker, answer(self._store, message, frames, row_size))
 
     def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:
         if self._table is None:

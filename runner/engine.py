@@ -157,6 +157,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self.released_row_bytes += request.row_bytes
+        request.on_release()
         self.scheduler.refuse(request)
 
     def abort(self, key: Key, choice: int = -1) -> None:
@@ -181,6 +182,7 @@ class Engine:
     def _release_rows(self, request: Request) -> None:
         if request.key not in self.scheduler.requests:
             self.released_row_bytes += request.row_bytes
+            request.on_release()
 
     @property
     def ended_sequences(self) -> int:

@@ -6,12 +6,14 @@ array); `Generate` is followed by raw frames, in this order:
 
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
-   row's bytes in the model's dtype. Empty when there is no embedding row;
+   row's bytes in the model's dtype; none for the rows of spans that name a stored embedding. Empty when there is none;
 3. only if `has_hints`: int32 [num_embedding_rows], the token that a row stands for in the client's opinion, or
    `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
 4. only if `has_positions`: position ids, int32 [3, num_rows];
 5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
-   what the image processor made of it, float32.
+   what the image processor made of it, float32; empty where the span names a stored embedding.
+
+`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
 """
@@ -49,7 +51,9 @@ GRAMMAR_LIMITS: GrammarLimits = {
 defaults let a hostile grammar take most of a second (docs/structured_outputs.md)."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit"]
+RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit", "not_found"]
+"""`not_found`: a stored embedding that a span names has gone."""
+StoreProblem = Literal["", "not_found", "too_large", "full", "invalid"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -134,6 +138,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Not empty: an image, and the shape of its frame. The runner makes the rows of it."""
     grid: tuple[int, ...] = ()
     """Of an image whose size isn't fixed: patches in time, height and width."""
+    stored: str = ""
+    """The id of the stored embedding that is its rows: all of them, in order."""
 
 
 # --- worker to runner ---------------------------------------------------------------------------------------------
@@ -190,7 +196,70 @@ class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     worker: int
 
 
+# The store of embeddings. `owner` is a number that stands for an API key: one owner's do not exist for another. Each of
+# these is answered by one `StoreAnswer`, whatever the engine is doing; `request` counts them, apart from `Generate`'s.
+
+
+class PutRows(msgspec.Struct, frozen=True, array_like=True, tag="put_rows"):
+    """Keep these rows. Followed by raw frames (see the module's docstring)."""
+
+    worker: int
+    request: int
+    owner: int
+    sha256: str
+    """Hex, of the rows' bytes in the model's dtype."""
+
+
+class FindRows(msgspec.Struct, frozen=True, array_like=True, tag="find_rows"):
+    """What is known of these; those that are not there are missing in the answer. Counts as a use of them."""
+
+    worker: int
+    request: int
+    owner: int
+    ids: tuple[str, ...]
+
+
+class ListRows(msgspec.Struct, frozen=True, array_like=True, tag="list_rows"):
+    """One page: at most `limit`, those behind `after` (empty: from the first on)."""
+
+    worker: int
+    request: int
+    owner: int
+    after: str
+    limit: int
+    newest_first: bool = True
+
+
+class DeleteRows(msgspec.Struct, frozen=True, array_like=True, tag="delete_rows"):
+    """Requests that use them go on; nobody else finds them any more."""
+
+    worker: int
+    request: int
+    owner: int
+    id: str
+
+
 # --- runner to worker ---------------------------------------------------------------------------------------------
+
+
+class StoredInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A stored embedding, without its rows."""
+
+    id: str
+    rows: int
+    sha256: str
+    created_at: int
+    """Seconds since 1970, as is `expires_at`."""
+    expires_at: int
+
+
+class StoreAnswer(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    request: int
+    entries: tuple[StoredInfo, ...] = ()
+    """The one that was put or deleted, those that were found, or the page."""
+    has_more: bool = False
+    """There are further ones behind the page."""
+    problem: StoreProblem = ""
 
 
 class VisionInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -281,6 +350,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Over `STEP_SEQUENCES_BOUNDS`."""
     waiting_rows: int = 0
     """Known rows of the choices that wait for a slot."""
+    stored_embeddings: int = 0
+    stored_bytes: int = 0
+    """Host memory held by stored embeddings, those included that were deleted and are still in use."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
@@ -400,8 +472,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """May come ahead of `started`, in messages of their own where there are many."""
 
 
-ToRunner = Hello | Generate | Abort | LookUp | WorkerGone
-FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput | TokenRows
+ToStore = PutRows | FindRows | ListRows | DeleteRows
+ToRunner = Hello | Generate | Abort | LookUp | WorkerGone | ToStore
+FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput | TokenRows | StoreAnswer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_runner = msgspec.msgpack.Decoder(ToRunner).decode

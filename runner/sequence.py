@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.block_hash import BlockHashes, TwoWaySpan, position_offset
+from runner.embedding_store import StoredRows
 from runner.grammar import Matcher
 from runner.hidden import NO_POSITION, KeptHidden, first_hidden
 from runner.hints import hinted_ids
@@ -61,6 +63,8 @@ class Request:
     host's own ids, and with them the cache's keys, know nothing of hints."""
     matchers: list[Matcher] = field(default_factory=list)
     """One a choice where `sampling.grammar` is given, set before the engine sees the request."""
+    on_release: Callable[[], None] = lambda: None
+    """Called once, when nothing of the request is needed any more: gives the stored embeddings back."""
 
     @cached_property
     def possible_stop_ids(self) -> tuple[int, ...]:
@@ -101,12 +105,14 @@ class Request:
 
     @staticmethod
     def from_message(message: Generate, frames: list[memoryview], *, vocab_size: int, row_size: int, max_model_len: int,
-                     block_size: int, private_cache: bool, vision: VisionInfo | None = None) -> Request:  # fmt: skip
+                     block_size: int, private_cache: bool, vision: VisionInfo | None = None,
+                     stored: tuple[StoredRows, ...] = ()) -> Request:  # fmt: skip
         """Checks and wraps a message; the frames are viewed, not copied.
 
         Args:
             frames: see `runner.messages`. row_size: bytes of one embedding row.
             private_cache: no block is ever shared with another request (prefix caching is off); siblings still share.
+            stored: what the spans name, in their order, those without a name left out.
 
         Raises:
             InvalidRequest
@@ -142,16 +148,16 @@ class Request:
             end = span.start + span.length
             if not covered <= span.start < end <= prompt_len or not embedding[span.start : end].all():
                 raise InvalidRequest("spans must be ordered and cover the embedding rows")
-            if not span.pixels and frame.nbytes != span.length * row_size:
+            size = 0 if span.stored else span.length * row_size
+            if (span.stored and span.pixels) or (not span.pixels and frame.nbytes != size):
                 raise InvalidRequest(f"an embedding row has {row_size} bytes")
             covered = end
-        num_embeddings = int(embedding.sum())
-        if num_embeddings != sum(span.length for span in spans) or frames[1].nbytes != num_embeddings * DIGEST_BYTES:
+        if int(embedding.sum()) != sum(span.length for span in spans):
             raise InvalidRequest("spans and digests must match the embedding rows")
+        digests = _all_digests(spans, bytes(frames[1]), stored)
         salt = message.cache_salt.encode()
         if private_cache:
             salt += b"\0%d,%d" % (message.worker, message.request)
-        digests = bytes(frames[1])
         position_ids = _positions(frames[after_hints], prompt_len, vision) if message.has_positions else None
         two_way = _two_way(spans, digests, vision)
         try:
@@ -160,13 +166,15 @@ class Request:
             raise InvalidRequest(str(error)) from None
         no_rows = memoryview(b"")
         row_frames = [no_rows if s.pixels else f for s, f in zip(spans, frames[first_span:], strict=True)]
+        own_rows = [np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in row_frames]
+        leased = iter(stored)
         return Request(
             key=(message.worker, message.request),
             n=message.n,
             sampling=sampling,
             token_ids=token_ids,
             spans=spans,
-            rows=tuple(np.frombuffer(f, np.uint8).reshape(-1, row_size) for f in row_frames),
+            rows=tuple(next(leased).rows if s.stored else own for s, own in zip(spans, own_rows, strict=True)),
             row_digests=digests,
             hashes=BlockHashes(salt, block_size, two_way, position_ids),
             row_bytes=sum(f.nbytes for f in frames[first_span:]) + sum(i.num_rows * row_size for i in images),
@@ -213,6 +221,26 @@ def _two_way(spans: tuple[Span, ...], digests: bytes, vision: VisionInfo | None)
             found.append(TwoWaySpan(span.start, span.start + span.length, digest))
         first += span.length
     return tuple(found)
+
+
+def _all_digests(spans: tuple[Span, ...], own: bytes, stored: tuple[StoredRows, ...]) -> bytes:
+    """One digest per embedding row, those of stored rows between the request's own. Raises InvalidRequest."""
+    if not stored and not any(span.stored for span in spans):
+        digests, used = [own], len(own)
+    else:
+        leased, digests, used = iter(stored), [], 0
+        for span in spans:
+            if not span.stored:
+                digests.append(own[used : used + span.length * DIGEST_BYTES])
+                used += span.length * DIGEST_BYTES
+                continue
+            entry = next(leased, None)
+            if entry is None or len(entry.rows) != span.length:
+                raise InvalidRequest("a span must have the length of the stored embedding that it names")
+            digests.append(entry.digests)
+    if used != len(own) or sum(map(len, digests)) != sum(span.length for span in spans) * DIGEST_BYTES:
+        raise InvalidRequest("spans and digests must match the embedding rows")
+    return b"".join(digests)
 
 
 def _slot_ids(

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from server import abort, chat, completions, models, render, text_embeddings, token_embeddings, tokenize
+from server import (
+    abort,
+    chat,
+    completions,
+    models,
+    prompt_embeds,
+    render,
+    text_embeddings,
+    token_embeddings,
+    tokenize,
+)
 from server.auth import Auth
 from server.body_limit import BodyLimit
 from server.config import ServerConfig
@@ -30,7 +40,8 @@ def create_app(
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
-    for module in (completions, chat, responses, text_embeddings, token_embeddings, render, models, tokenize, abort):
+    routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)
+    for module in (*routes, render, models, tokenize, abort):
         app.include_router(module.router)
     if config.playground:
         app.include_router(playground_router)

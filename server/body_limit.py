@@ -3,7 +3,8 @@
 - A body that is too large is refused: before it is read where its size is announced, and as soon as it passes the limit
   where it is not (chunked).
 - All bodies together may take `_SHARED_BYTES`, or two of the largest: many large ones at once are turned away with 503.
-- A client that stops sending is given up after a minute.
+- A client that stops sending is given up after a minute, and one that sends a little now and then soon after: what it
+  makes the server hold must be paid for with bandwidth.
 
 A body is refused without closing the connection: a client that is still sending would see a reset instead of the
 answer. What it sends on is read and dropped by the protocol (see `http_protocol`), which also ends that some time.
@@ -12,6 +13,7 @@ answer. What it sends on is read and dropped by the protocol (see `http_protocol
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -22,6 +24,8 @@ from server.request_context import current_request
 
 _SHARED_BYTES = 1 << 30
 _IDLE_SECONDS = 60.0
+_SLOWEST = 8192
+"""Bytes a second, of the whole body but its first minute."""
 
 
 class BodyLimit:
@@ -78,6 +82,7 @@ class _Body:
         self._size = 0
         self._held = 0
         self._complete = False
+        self._began = time.monotonic()
 
     async def receive(self) -> Message:
         """Raises APIError; whatever the application makes of it, `error` is what the client gets."""
@@ -86,7 +91,7 @@ class _Body:
         if self._complete:
             return await self._receive()  # Only a disconnect can come, and it may take its time.
         try:
-            async with asyncio.timeout(_IDLE_SECONDS):
+            async with asyncio.timeout(min(_IDLE_SECONDS, self._seconds_left())):
                 message = await self._receive()
         except TimeoutError:
             self.error = APIError(408, "The request body did not arrive in time.", code="timeout")
@@ -103,6 +108,10 @@ class _Body:
         if self.error is not None:
             raise self.error
         return message
+
+    def _seconds_left(self) -> float:
+        """Until what has come is too little for the time that it took."""
+        return self._began + _IDLE_SECONDS + self._size / _SLOWEST - time.monotonic()
 
     async def send(self, message: Message) -> None:
         """The framework turns what is raised while it reads a body into errors of its own: they are dropped."""

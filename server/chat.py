@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from server.answer import Answer, open_answer
 from server.answer_grammar import answer_grammar
-from server.body import read_json
 from server.chat_format import ChatFormat, PartsFormat
 from server.chat_parts import PartsRules
 from server.conversation import parse_messages
@@ -19,6 +18,7 @@ from server.embedding_markers import EmbeddingMarkers
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.inputs import ListedIds, Prompt, check_length, decode_parts, encode_parts, encode_prompt
 from server.openapi import json_body
+from server.request_body import read_request
 from server.request_context import release_body
 from server.respond import Envelope, run_handler, streamed_response, whole_response
 from server.schemas import ChatRequest, TokenizeRequest, check_generation, parse, without_input
@@ -32,10 +32,10 @@ from server.unsupported import CHAT, refuse_unknown, refuse_unsupported
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True))
+@router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest, streams=True, tensors=True))
 async def chat_completions(request: Request) -> Response:
     # The body has no name here, so that `_chat` can let go of it.
-    return await run_handler(request, _chat(await read_json(request), services_of(request)))
+    return await run_handler(request, _chat(await read_request(request), services_of(request)))
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.answer import open_answer
-from server.body import read_json
 from server.choices import Delta, TokenRecord
 from server.inputs import ListedIds, completion_prompts
 from server.logprobs import LogprobFormat
 from server.openapi import json_body
+from server.request_body import read_request
 from server.request_context import release_body
 from server.respond import Envelope, Json, WholeChoice, run_handler, streamed_response, whole_response
 from server.schemas import CompletionRequest, check_generation, parse, without_input
@@ -24,10 +24,10 @@ from server.unsupported import COMPLETION, refuse_unknown, refuse_unsupported
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True))
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest, streams=True, tensors=True))
 async def completions(request: Request) -> Response:
     # The body has no name here, so that `_complete` can let go of it.
-    return await run_handler(request, _complete(await read_json(request), services_of(request)))
+    return await run_handler(request, _complete(await read_request(request), services_of(request)))
 
 
 async def _complete(body: Mapping[str, Any], services: Services) -> Response:

@@ -103,6 +103,12 @@ class ServerConfig:
     """Prompt rows of requests that wait for a slot; None: as many as `max_queue` allows."""
     max_row_bytes: int = 4096 * _MIB
     """Prompt embeddings that the runner holds for unfinished requests, bytes of host memory."""
+    max_stored_bytes: int = 1024 * _MIB
+    """Stored prompt embeddings, bytes of the runner's host memory; 0: none are stored."""
+    max_stored_bytes_per_key: int | None = None
+    """Of one API key; None: half of them, or all where there is no second key."""
+    stored_embeddings_ttl: float = 24 * 3600.0
+    """Seconds that a stored embedding is kept."""
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -127,6 +133,16 @@ class ServerConfig:
     def model_names(self) -> tuple[str, ...]:
         """The names by which a client may ask for the model; the first is the one in answers."""
         return self.served_model_name or (DEFAULT_MODEL_NAME if self.model is None else _public_name(self.model),)
+
+    @property
+    def stores_prompt_embeds(self) -> bool:
+        return self.enable_prompt_embeds and self.max_stored_bytes > 0
+
+    @property
+    def _max_stored_bytes_per_key(self) -> int:
+        if self.max_stored_bytes_per_key is not None:
+            return self.max_stored_bytes_per_key
+        return self.max_stored_bytes // 2 if len(self.api_keys) > 1 else self.max_stored_bytes
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -173,6 +189,9 @@ class ServerConfig:
             max_queued_tokens=self.max_queued_tokens,
             clients=self.key_limits,
             max_row_bytes=self.max_row_bytes,
+            max_stored_bytes=self.max_stored_bytes,
+            max_stored_bytes_per_key=self._max_stored_bytes_per_key,
+            stored_seconds=self.stored_embeddings_ttl,
             debug_checks=self.debug_checks,
         )
 

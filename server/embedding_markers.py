@@ -110,5 +110,5 @@ def no_embeddings(where: str) -> UnsupportedParameter:
 
 
 def _misused(part: RowsPart, what: str) -> InvalidRequest:
-    where = part.where.rpartition(".")[0]
+    where = part.where.rpartition(".")[0]  # without what its rows came in
     return InvalidRequest(f"{where}: the chat template {what} this part, which has to stay as it is.", param=where)

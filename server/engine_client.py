@@ -36,6 +36,7 @@ from runner.messages import (
     SamplingParams,
     Stats,
     StepOutput,
+    StoreAnswer,
     TokenRows,
     WorkerGone,
     decode_from_runner,
@@ -47,6 +48,7 @@ from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
 from server.request_context import current_request
+from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
 from server.timeouts import NO_TIMEOUTS, Timeouts
 
 __all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
@@ -92,6 +94,7 @@ class EngineClient:
         self.runner_address = f"ipc://{folder / 'runner'}"
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
+        self.stored = StoredEmbeddings(worker, self._send, self._check_running, max_unaccepted_bytes)
         self._requests: dict[int, Inbox] = {}
         self._look_ups = LookUps()
         self._ids = itertools.count(1)
@@ -231,6 +234,7 @@ class EngineClient:
         for inbox in list(self._requests.values()):
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
+        self.stored.fail(EngineFailed(message))
         self._look_ups.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
@@ -317,6 +321,8 @@ class EngineClient:
             self._look_ups.add(message)
         elif isinstance(message, Rejected):
             self._on_rejected(message)
+        elif isinstance(message, StoreAnswer):
+            self.stored.on_answer(message)
         elif isinstance(message, Ready):
             self._answered = True
             self.model = self.metrics.model = message.model
@@ -339,9 +345,12 @@ class EngineClient:
 
     def _on_rejected(self, message: Rejected) -> None:
         inbox = self._requests.get(message.request)
-        invalid = message.reason == "invalid"
         wait = max(1, math.ceil(message.retry_after))
-        error = InvalidRequest(message.message) if invalid else QueueFull(message.message, retry_after=wait)
+        error: APIError = QueueFull(message.message, retry_after=wait)
+        if message.reason == "invalid":
+            error = InvalidRequest(message.message)
+        elif message.reason == "not_found":  # it was there when the prompt was made
+            error = NoSuchEmbedding("prompt")
         if inbox is not None:
             self._refuse(inbox, error, message.reason)
         else:

@@ -72,8 +72,10 @@ def url_of(command: Sequence[str]) -> str:
     config = _config(_server_flags(command))
     if config.port == 0:
         raise NoServer("--port 0 is a port that nobody knows: tell the health check a --url")
+    if config.ssl_ca_certs:
+        raise NoServer("--ssl-ca-certs lets nobody in without a certificate, and a health check has none")
     host = _ANY_ADDRESS.get(config.host, config.host)
-    scheme = "https" if getattr(config, "ssl_certfile", None) else "http"
+    scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{config.port}" if ":" in host else f"{scheme}://{host}:{config.port}"
 
 

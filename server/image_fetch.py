@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 
 from server.image_file import ImageError
+from server.long_strings import LongString
 
 FETCH_SECONDS = 10.0
 _MAX_URL_CHARS = 4096
@@ -71,7 +72,7 @@ class ImageFetcher:
             raise ImageError("the image could not be fetched from its host") from None
 
     def _checked(self, url: str) -> tuple[SplitResult, str, int]:
-        if len(url) > _MAX_URL_CHARS:
+        if len(url) > _MAX_URL_CHARS or isinstance(url, LongString):
             raise ImageError(f"the URL has more than {_MAX_URL_CHARS} characters")
         if not self._allowed:
             raise ImageError("this server fetches no images: send a data: URL")

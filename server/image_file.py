@@ -17,6 +17,8 @@ from urllib.parse import unquote_to_bytes
 import pybase64
 from PIL import Image, ImageOps
 
+from server.long_strings import LongString
+
 # Pillow tells standard error of damaged metadata, and of sizes that are refused here anyway. (Not around each call:
 # what is ignored is ignored in all threads.)
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -47,20 +49,27 @@ class ImageLimits:
     max_pixels: int = MAX_PIXELS
 
 
+def beginning(url: str) -> str:
+    """The first few hundred characters of a URL, which may be a `LongString`."""
+    return str(url.data[:_HEADER_CHARS], "utf-8", "replace") if isinstance(url, LongString) else url[:_HEADER_CHARS]
+
+
 def read_data_url(url: str, limits: ImageLimits) -> bytes:
     """The file in a `data:` URL. Raises ImageError."""
-    match = _DATA_URL.match(url[:_HEADER_CHARS])
+    match = _DATA_URL.match(beginning(url))
     if match is None:
         raise ImageError("the data: URL must be of an image, as in data:image/png;base64,…")
+    data = url.data if isinstance(url, LongString) else url
     if not match[1].lower().endswith(";base64"):
-        if len(url) > 3 * limits.max_bytes:
+        if len(data) > 3 * limits.max_bytes:
             raise ImageError(f"the image has more than {limits.max_bytes} bytes")
-        return _checked(unquote_to_bytes(url[match.end() :]), limits)
-    if len(url) - match.end() > (limits.max_bytes + 2) // 3 * 4:
+        rest = data[match.end() :]
+        return _checked(unquote_to_bytes(rest if isinstance(rest, str) else bytes(rest)), limits)
+    if len(data) - match.end() > (limits.max_bytes + 2) // 3 * 4:
         raise ImageError(f"the image has more than {limits.max_bytes} bytes")
-    starts = range(match.end(), len(url), _BASE64_BLOCK)
+    starts = range(match.end(), len(data), _BASE64_BLOCK)
     try:
-        blocks = [pybase64.b64decode(url[start : start + _BASE64_BLOCK], validate=True) for start in starts]
+        blocks = [pybase64.b64decode(data[start : start + _BASE64_BLOCK], validate=True) for start in starts]
     except ValueError:
         raise ImageError("the data: URL is not valid base64") from None
     return _checked(b"".join(blocks), limits)

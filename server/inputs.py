@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from runner.messages import EMBEDDING_ID
-from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
+from runner.messages import EMBEDDING_ID, ModelInfo
+from server.embeddings import EmbeddingError, Rows, decode_base64_embedding, decode_embedding
 from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
 from server.image_parts import laid_out, with_neighbours, without_neighbours
-from server.prompt import PromptRows, Segment
+from server.prompt import PromptRows, Segment, StoredRows
 from server.schemas import CompletionRequest
 from server.segments import (
     MAX_IMAGES,
     MAX_PARTS,
+    Attachment,
     EmbeddingPart,
     Hints,
     IdsPart,
@@ -32,16 +33,19 @@ from server.segments import (
     parse_parts,
 )
 from server.services import Services
+from server.stored_parts import find_stored
 from server.truncation import Truncation
 from server.vision import PreparedImage
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
 
+_AnyRows = TypeVar("_AnyRows", Rows, StoredRows)
+
 ListedIds = Sequence[int | None] | None
 """A prompt's ids as clients see them: null at embedding rows, null altogether where there is nothing else."""
 
-EncodedPart = list[int] | EmbeddingPart | ImagePart | Rows
+EncodedPart = list[int] | EmbeddingPart | ImagePart | Rows | StoredRows
 """A part of a mixed prompt whose embeddings and images are still to be decoded."""
 
 
@@ -179,9 +183,15 @@ async def encode_parts(
     that go before a text, if the prompt begins with one. No embedding is decoded. Raises APIError."""
     encoded: list[EncodedPart] = []
     least_rows = 0
+    stored = await find_stored(parts, services.stored)
     if services.vision is not None:
         parts = laid_out(parts, services.vision.layout)
     for part in parts:
+        if isinstance(part, EmbeddingPart) and part.stored:
+            _check_hints(part.hints, services)
+            encoded.append(_with_hints(stored[part.stored], part.hints))
+            least_rows += stored[part.stored].num_rows
+            continue
         if isinstance(part, EmbeddingPart | ImagePart):
             if isinstance(part, EmbeddingPart):
                 _check_hints(part.hints, services)
@@ -239,7 +249,7 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
 
 def _least_rows(part: EncodedPart, services: Services) -> int:
     """Of an embedding or an image, which are not decoded yet, as much as is known."""
-    if isinstance(part, Rows):
+    if isinstance(part, Rows | StoredRows):
         return part.num_rows
     if isinstance(part, list):
         return len(part)
@@ -258,7 +268,7 @@ def _check_hints(hints: Hints | None, services: Services) -> None:
         check_token_ids([each for each in hints.token_ids if each is not None], services.model.vocab_size, hints.where)
 
 
-def _with_hints(rows: Rows, hints: Hints | None) -> Rows:
+def _with_hints(rows: _AnyRows, hints: Hints | None) -> _AnyRows:
     """Raises InvalidRequest."""
     if hints is None:
         return rows
@@ -330,13 +340,15 @@ async def _from_embedding(text: str, services: Services) -> Prompt:
     return Prompt(PromptRows.from_embedding(rows), "prompt_embeds")
 
 
-async def _decode(text: str, services: Services, max_rows: int, where: str) -> Rows:
+async def _decode(data: str | Attachment, services: Services, max_rows: int, where: str) -> Rows:
     """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
     model = services.model
     try:
+        if isinstance(data, Attachment):
+            return await decode_payload(memoryview(data.payload), model, max_rows)
         return await asyncio.to_thread(
             decode_base64_embedding,
-            text,
+            data,
             hidden_size=model.hidden_size,
             dtype=model.dtype,
             max_rows=max_rows,
@@ -345,3 +357,10 @@ async def _decode(text: str, services: Services, max_rows: int, where: str) -> R
         raise ContextLengthExceeded(f"{where}: {error}.", param=where) from None
     except EmbeddingError as error:
         raise InvalidRequest(f"{where}: {error}.", param=where) from None
+
+
+async def decode_payload(payload: memoryview, model: ModelInfo, max_rows: int) -> Rows:
+    """The rows of a tensor file. Raises EmbeddingError."""
+    return await asyncio.to_thread(
+        decode_embedding, payload, hidden_size=model.hidden_size, dtype=model.dtype, max_rows=max_rows
+    )

@@ -1,9 +1,9 @@
-"""Prompt embeddings in a JSON body, left where they are while the rest is parsed. Used by `body`.
+"""Prompt embeddings and images in a JSON body, left where they are while the rest is parsed. Used by `body`.
 
 A parser makes a string of every string, and holds the interpreter's lock meanwhile: 85 million characters of base64
 stop every stream of the process for 200 ms. So long strings are cut out of the body's bytes first, a short one is
-parsed in the place of each, and what comes out at the places where embeddings belong is a `LongString`, which
-`embeddings` decodes from the body's bytes.
+parsed in the place of each, and what comes out at the places where embeddings and images belong is a `LongString`,
+which `embeddings` and `image_file` decode from the body's bytes.
 
 What is a long string can be told from its neighbourhood alone. Between two quotation marks that follow each other with
 none in between there is either the inside of a string or what stands between two strings, and a key with its colon
@@ -25,7 +25,7 @@ MIN_BYTES = 64 * 1024
 
 _SLICE = 8 << 20
 """Bytes searched without giving other threads a turn: about a millisecond."""
-_KEY = re.compile(rb'(?<!\\)"(?:prompt_embeds|data)"\s{0,64}:\s{0,64}(?:\[\s{0,64})?\Z')
+_KEY = re.compile(rb'(?<!\\)"(?:prompt_embeds|data|url|image_url)"\s{0,64}:\s{0,64}(?:\[\s{0,64})?\Z')
 _NEXT_IN_LIST = re.compile(rb"\s{0,64},\s{0,64}")
 _KEY_BYTES = 256
 """More than `_KEY` can match."""
@@ -70,6 +70,9 @@ class CutBody:
         for message in _objects(value.get("messages")):
             parts += _objects(message.get("content"))
         count += sum(self._member(part, "data") for part in parts if part.get("type") == "prompt_embeds")
+        images = [part for part in parts if part.get("type") == "image_url"]
+        count += sum(self._member(image, "image_url") for image in images)
+        count += sum(self._member(url, "url") for image in images if isinstance(url := image.get("image_url"), dict))
         return count == len(self._strings)
 
     def _member(self, holder: dict[str, Any], name: str) -> int:

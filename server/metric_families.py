@@ -26,7 +26,10 @@ _TOKEN_BOUNDS = tuple(float(1 << power) for power in range(18))
 _CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 100.0, 1000.0)
 
 FINISHED = ("stop", "length", "abort", "error")
-REJECTED = ("queue_full", "tokens_full", "rows_full", "concurrency", "rate_limit", "invalid", "unavailable")
+REJECTED = (
+    *("queue_full", "tokens_full", "rows_full", "concurrency", "rate_limit", "invalid", "unavailable"),
+    "not_found",
+)
 STATUSES = tuple(map(str, range(100, 600)))
 """A bounded set: the server chooses them all."""
 
@@ -80,6 +83,15 @@ ENGINE_FAMILIES = (
         "gauge",
         "Host memory held by prompt embeddings of unfinished requests, bytes.",
         read=lambda stats: stats.row_bytes,
+    ),
+    EngineFamily(
+        "stored_embeddings", "gauge", "Prompt embeddings that are kept.", read=lambda stats: stats.stored_embeddings
+    ),
+    EngineFamily(
+        "stored_bytes",
+        "gauge",
+        "Host memory held by stored prompt embeddings, bytes.",
+        read=lambda stats: stats.stored_bytes,
     ),
     EngineFamily(
         "num_preemptions",

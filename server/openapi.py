@@ -56,22 +56,40 @@ _ERROR = {
         }
     },
 }
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "additionalProperties": _FILE}
+"""Fields with tensor files."""
 _ERROR_RESPONSE = {
     "description": "An error.",
     "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
 }
 
 
-def json_body(schema: type[BaseModel], *, streams: bool = False, raw: str = "") -> dict[str, Any]:
-    """A route's `openapi_extra`. `streams`: it may also answer with server-sent events. `raw`: the media type of bytes
-    with which it may also answer."""
-    body = {"schema": {"$ref": _REF.format(model=schema.__name__)}, "example": _EXAMPLES[schema.__name__]}
-    extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": body}}}
+def json_body(
+    schema: type[BaseModel], *, streams: bool = False, tensors: bool = False, raw: str = ""
+) -> dict[str, Any]:
+    """A route's `openapi_extra`. `streams`: it may also answer with server-sent events. `tensors`: it also takes
+    multipart bodies. `raw`: the media type of bytes with which it may also answer."""
+    ref = {"$ref": _REF.format(model=schema.__name__)}
+    content: dict[str, Any] = {"application/json": {"schema": ref, "example": _EXAMPLES[schema.__name__]}}
+    if tensors:
+        properties = {"request": ref}
+        content["multipart/form-data"] = {"schema": {**_FORM, "properties": properties, "required": ["request"]}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": content}}
     if streams:
         extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
     if raw:
         extra["responses"] = {"200": {"content": {raw: {"schema": {"type": "string", "format": "binary"}}}}}
     return extra
+
+
+def upload_body() -> dict[str, Any]:
+    """The `openapi_extra` of a route that takes one tensor file."""
+    content = {
+        "application/octet-stream": {"schema": _FILE},
+        "multipart/form-data": {"schema": {**_FORM, "properties": {"request": {"type": "object"}}, "minProperties": 1}},
+    }
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def install_openapi(app: FastAPI, model_names: Sequence[str]) -> None:

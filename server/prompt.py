@@ -14,7 +14,18 @@ from runner.messages import EMBEDDING_ID, Span
 from server.embeddings import Rows
 from server.vision import PreparedImage
 
-Segment = Sequence[int] | Rows | PreparedImage
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows that the runner has already."""
+
+    id: str
+    num_rows: int
+    hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
+    """As `Rows.hint_ids`."""
+
+
+Segment = Sequence[int] | Rows | StoredRows | PreparedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +36,10 @@ class PromptRows:
     """[num_rows], `EMBEDDING_ID` at embedding rows."""
     spans: tuple[Span, ...] = ()
     row_digests: bytes = field(default=b"", repr=False)
-    """[num_embedding_rows, DIGEST_BYTES]."""
+    """[num_embedding_rows, DIGEST_BYTES], without those of stored rows."""
     rows: tuple[memoryview | bytes, ...] = field(default=(), repr=False)
-    """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels."""
+    """One buffer a span: [span.length, hidden_size], the model's dtype, C order; of an image, its pixels;
+    empty for stored rows."""
     positions: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """[3, num_rows], where they aren't the rows' own places."""
     hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False)
@@ -47,15 +59,19 @@ class PromptRows:
 
     @classmethod
     def from_segments(cls, segments: Sequence[Segment]) -> PromptRows:
-        """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, and so
-        is each image."""
-        lengths = [each.num_rows if isinstance(each, Rows | PreparedImage) else len(each) for each in segments]
+        """Token ids, embedding rows and images, one behind the other. Nothing is copied: each `Rows` is a span, as are
+        stored ones and each image."""
+        lengths = [
+            each.num_rows if isinstance(each, Rows | StoredRows | PreparedImage) else len(each) for each in segments
+        ]
         token_ids = np.full(sum(lengths), EMBEDDING_ID, dtype=np.int32)
         spans: list[Span] = []
         start = 0
         for segment, length in zip(segments, lengths, strict=True):
             if isinstance(segment, Rows):
                 spans.append(Span(start, length))
+            elif isinstance(segment, StoredRows):
+                spans.append(Span(start, length, stored=segment.id))
             elif isinstance(segment, PreparedImage):
                 spans.append(
                     Span(start, length, two_way=segment.two_way, pixels=segment.pixels.shape, grid=segment.grid)
@@ -63,11 +79,11 @@ class PromptRows:
             else:
                 token_ids[start : start + length] = segment
             start += length
-        embedded = [each for each in segments if isinstance(each, Rows | PreparedImage)]
-        digests = b"".join(each.digests for each in embedded)
-        frames = tuple(each.data if isinstance(each, Rows) else each.pixels.data.cast("B") for each in embedded)
+        embedded = [each for each in segments if isinstance(each, Rows | StoredRows | PreparedImage)]
+        digests = b"".join(each.digests for each in embedded if not isinstance(each, StoredRows))
+        frames = tuple(map(_frame, embedded))
         hint_ids = None
-        if any(isinstance(each, Rows) and each.hint_ids is not None for each in embedded):
+        if any(isinstance(each, Rows | StoredRows) and each.hint_ids is not None for each in embedded):
             hint_ids = np.concatenate([_hint_ids(each) for each in embedded])
         return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths), hint_ids)
 
@@ -102,9 +118,15 @@ class PromptRows:
         return [self.token_ids.data, self.row_digests, *hints, *positions, *self.rows]
 
 
-def _hint_ids(rows: Rows | PreparedImage) -> npt.NDArray[np.int32]:
-    given = rows.hint_ids if isinstance(rows, Rows) else None
+def _hint_ids(rows: Rows | StoredRows | PreparedImage) -> npt.NDArray[np.int32]:
+    given = rows.hint_ids if isinstance(rows, Rows | StoredRows) else None
     return np.full(rows.num_rows, EMBEDDING_ID, dtype=np.int32) if given is None else given
+
+
+def _frame(rows: Rows | StoredRows | PreparedImage) -> memoryview | bytes:
+    if isinstance(rows, StoredRows):
+        return b""
+    return rows.data if isinstance(rows, Rows) else rows.pixels.data.cast("B")
 
 
 def _positions(segments: Sequence[Segment], lengths: Sequence[int]) -> npt.NDArray[np.int32] | None:

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from server.answer import sampling_params
 from server.answer_grammar import answer_grammar
-from server.body import read_json
 from server.chat import chat_prompt, chat_prompt_text, parse_chat
 from server.completions import parse_completion
 from server.inputs import Prompt, completion_prompts
 from server.openapi import json_body
+from server.request_body import read_request
 from server.respond import run_handler
 from server.schemas import ChatRequest, CompletionRequest
 from server.services import Services, services_of
@@ -26,17 +26,17 @@ from server.tools.requested import parts_rules, requested_tools
 router = APIRouter()
 
 
-@router.post("/v1/completions/render", openapi_extra=json_body(CompletionRequest))
+@router.post("/v1/completions/render", openapi_extra=json_body(CompletionRequest, tensors=True))
 async def render_completion(request: Request) -> Response:
     """A list, one object a prompt."""
-    body = await read_json(request)
+    body = await read_request(request)
     return await run_handler(request, _completion(body, services_of(request)))
 
 
-@router.post("/v1/chat/completions/render", openapi_extra=json_body(ChatRequest))
+@router.post("/v1/chat/completions/render", openapi_extra=json_body(ChatRequest, tensors=True))
 async def render_chat(request: Request) -> Response:
     """One object."""
-    body = await read_json(request)
+    body = await read_request(request)
     return await run_handler(request, _chat(body, services_of(request)))
 
 

@@ -70,7 +70,11 @@ def _part(kind: str, key: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_PART = _part("text", "text", {"type": "string"})
-_EMBEDDING_PART = _part("prompt_embeds", "data", {"type": "string", "contentEncoding": "base64"})
+_EMBEDDING_PARTS = (
+    _part("prompt_embeds", "data", {"type": "string", "contentEncoding": "base64"}),
+    _part("prompt_embeds", "id", {"type": "string"}),
+    _part("prompt_embeds", "part", {"type": "string"}),
+)
 _IDS_PART = _part("token_ids", "token_ids", {**_IDS, "minItems": 1})
 _IMAGE_URL = {
     "type": "object",
@@ -80,7 +84,7 @@ _IMAGE_URL = {
 _IMAGE_PART = _part("image_url", "image_url", {"anyOf": [_IMAGE_URL, {"type": "string"}]})
 _MIXED = {
     "type": "array",
-    "items": {"oneOf": [_TEXT_PART, _IDS_PART, _EMBEDDING_PART, _IMAGE_PART]},
+    "items": {"oneOf": [_TEXT_PART, _IDS_PART, *_EMBEDDING_PARTS, _IMAGE_PART]},
     "minItems": 1,
     "maxItems": MAX_PARTS,
 }
@@ -98,7 +102,7 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOP_LIST = {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}
 _STOP = {"anyOf": [_STOP_STRING, _STOP_LIST, {"type": "null"}]}
 _REFUSAL_PART = _part("refusal", "refusal", {"type": "string"})
-_CONTENT_PART = {"oneOf": [_TEXT_PART, _REFUSAL_PART, _EMBEDDING_PART, _IMAGE_PART]}
+_CONTENT_PART = {"oneOf": [_TEXT_PART, _REFUSAL_PART, *_EMBEDDING_PARTS, _IMAGE_PART]}
 _PARTS = {"type": "array", "items": _CONTENT_PART, "minItems": 1}
 _MESSAGE = {
     "type": "object",

@@ -19,11 +19,8 @@ MAX_PARTS = 4096
 MAX_IMAGES = 16
 """Of one request."""
 
-_OTHER_SOURCES = {
-    "id": "stored embeddings are not supported",
-    "part": "binary parts are not supported",
-}
-"""What an embedding part may say one day instead of `data`."""
+_SOURCES = ("data", "id", "part")
+_MAX_ID_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +41,20 @@ class IdsPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """A tensor field of a multipart body. `attachments` puts it where the part that names it would have `data`."""
+
+    payload: bytearray = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingPart:
-    data: str = field(repr=False)
-    """A tensor file in base64, not decoded yet."""
+    data: str | Attachment = field(repr=False)
+    """A tensor file, in base64 or as it came, not decoded yet. Empty where `stored` names the rows."""
     where: str
     hints: Hints | None = None
+    stored: str = ""
+    """The id of a stored embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +120,29 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
     """A part whose type is prompt_embeds. Raises InvalidRequest, or UnsupportedParameter."""
     if not take_embeddings:
         raise InvalidRequest(f"{where}: this server takes no prompt_embeds.", param=where)
-    for name, reason in _OTHER_SOURCES.items():
-        if part.get(name) is not None:
-            raise UnsupportedParameter(f"{where}.{name}: {reason}.", param=f"{where}.{name}")
-    if not isinstance(part.get("data"), str):
+    hints = _parse_hints(part.get("token_ids"), f"{where}.token_ids")
+    given = [name for name in _SOURCES if part.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{where} must have only one of {', '.join(_SOURCES)}.", param=where)
+    if given == ["id"]:
+        return _stored_part(part["id"], f"{where}.id", hints)
+    if given == ["part"]:
+        raise InvalidRequest(
+            f"{where}.part names a field of a multipart/form-data body, and this body is not one.",
+            param=f"{where}.part",
+        )
+    data = part.get("data")
+    if isinstance(data, Attachment):
+        return EmbeddingPart(data, f"{where}.part", hints)
+    if not isinstance(data, str):
         raise InvalidRequest(f"{where}.data must be a tensor file in base64.", param=f"{where}.data")
-    return EmbeddingPart(part["data"], f"{where}.data", _parse_hints(part.get("token_ids"), f"{where}.token_ids"))
+    return EmbeddingPart(data, f"{where}.data", hints)
+
+
+def _stored_part(value: Any, where: str, hints: Hints | None) -> EmbeddingPart:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_ID_CHARS:
+        raise InvalidRequest(f"{where} must be the id of a stored embedding.", param=where)
+    return EmbeddingPart("", where, hints, value)
 
 
 def parse_image_part(part: Mapping[str, Any], where: str, *, take_images: bool) -> ImagePart:

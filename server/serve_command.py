@@ -197,6 +197,28 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         ),
     )
     add(
+        "--max-stored-bytes",
+        type=_size(0),
+        default=_DEFAULTS.max_stored_bytes,
+        metavar="BYTES",
+        help=_with_default(
+            "host memory for stored prompt embeddings, those used longest ago make room; 0 stores none", "1Gi"
+        ),
+    )
+    add(
+        "--max-stored-bytes-per-key",
+        type=_size(1),
+        metavar="BYTES",
+        help="of these, what one API key may take (default: half of them; all with fewer than two keys)",
+    )
+    add(
+        "--stored-embeddings-ttl",
+        type=_seconds,
+        default=_DEFAULTS.stored_embeddings_ttl,
+        metavar="SECONDS",
+        help=_with_default("how long a stored prompt embedding is kept", "a day"),
+    )
+    add(
         "--max-concurrency-per-key",
         type=_size(1),
         metavar="N",

@@ -25,6 +25,7 @@ from server.rows_out import RowBudget
 from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.soft_prompts import SoftPromptError, SoftPrompts
+from server.stored_embeddings import StoredEmbeddings
 from server.tokenizer import Tokenizer
 from server.tools.styles import ToolStyle, load_tool_style
 from server.vision import Vision
@@ -62,6 +63,8 @@ class Services:
     """Set if `vision` is."""
     running: RunningAnswers = field(default_factory=RunningAnswers)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    stored: StoredEmbeddings | None = None
+    """Prompt embeddings that clients have stored; None: this server stores none."""
     knows_all_answers: bool = True
     """Whether every answer of the server is in `running`, and every response in `responses`: with several API
     processes each knows its own."""
@@ -84,6 +87,7 @@ class Services:
         honour_priority: bool = False,
         strict_params: bool = False,
         trust_request_template: bool = False,
+        stored: StoredEmbeddings | None = None,
         knows_all_answers: bool = True,
         trust_remote_code: bool = False,
         pooling: str = "auto",
@@ -121,6 +125,7 @@ class Services:
             honour_priority=honour_priority,
             strict_params=strict_params,
             trust_request_template=trust_request_template,
+            stored=stored,
             knows_all_answers=knows_all_answers,
             default_pooling=load_pooling(folder, pooling),
             dimensions=Dimensions.load(folder),

@@ -21,7 +21,7 @@ from server.batch import Batch, EngineRequest
 from server.body import read_json
 from server.embeddings_input import embedding_prompts
 from server.embeddings_schema import EmbeddingRequest
-from server.errors import EngineFailed, Unavailable
+from server.errors import EngineFailed, Unavailable, UnsupportedParameter
 from server.inputs import Prompt
 from server.openapi import json_body
 from server.pooling import Pooling, embedding_of
@@ -50,6 +50,8 @@ async def _embed(body: Mapping[str, Any], services: Services) -> Response:
     if services.strict_params:
         refuse_unknown(body, EmbeddingRequest, EMBEDDING)
     model = services.model_name(request.model)
+    if services.soft_rows(request.model) is not None:
+        raise UnsupportedParameter("model: embeddings behind a soft prompt are not supported.", param="model")
     if (context := current_request.get()) is not None:
         context.model = model
     hidden_size, dtype = services.model.hidden_size, services.model.dtype

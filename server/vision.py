@@ -24,7 +24,7 @@ from PIL import Image
 from runner.messages import DIGEST_BYTES, VisionInfo
 from server.errors import ContextLengthExceeded, InvalidRequest
 from server.image_fetch import ImageFetcher
-from server.image_file import ImageError, ImageLimits, decode_image, read_data_url
+from server.image_file import ImageError, ImageLimits, beginning, decode_image, read_data_url
 from server.segments import ImagePart
 from server.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ class Vision:
         """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
         loop = asyncio.get_running_loop()
         try:
-            if part.url[:5].lower() == "data:":
+            if beginning(part.url)[:5].lower() == "data:":
                 return await loop.run_in_executor(self._threads, self._from_data_url, part.url, max_rows)
             data = await self._fetcher.fetch(part.url)
             return await loop.run_in_executor(self._threads, self._from_file, data, max_rows)

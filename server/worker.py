@@ -237,6 +237,7 @@ class Worker:
             honour_priority=config.scheduling_policy == "priority",
             strict_params=config.strict_params,
             trust_request_template=config.trust_request_chat_template,
+            stored=self.engine.stored if config.stores_prompt_embeds else None,
             knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
             pooling=config.pooling,

@@ -8,6 +8,7 @@ from server.flag_types import integer, invalid, nonempty, real, seconds, with_de
 
 MANY = 1 << 31
 WORKLOADS = ("ids", "embeds", "text", "mixed", "images", "jsonl", "trace")
+EMBEDS_FORMS = ("base64", "multipart", "stored")
 LIMITS = ("ttft", "tpot", "itl", "e2el")
 MAX_PROCS = 64
 
@@ -61,6 +62,11 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     add("--embeds-dtype", choices=dtypes, default="bfloat16", help=with_default(text, "bfloat16"))
     text = "standard deviation of random embeddings"
     add("--embeds-std", type=real(0.0, 1e3), default=0.02, metavar="STD", help=with_default(text, 0.02))
+    text = (
+        "how embeddings are sent: in the JSON, beside it, or by the id of a stored one (but for three rows); the latter"
+        " two are this server's own"
+    )
+    add("--embeds-as", choices=EMBEDS_FORMS, default="base64", help=with_default(text, "base64"))
     text = "images of a request"
     add("--images-per-request", type=integer(1, 16), default=1, metavar="N", help=with_default(text, 1))
     text = "their width and height"

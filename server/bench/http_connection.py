@@ -73,7 +73,7 @@ class Target:
         headers = (("Authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         return cls(url.hostname, port or (443 if tls else 80), prefix, tls, headers)
 
-    def head(self, method: str, path: str, body_bytes: int) -> bytes:
+    def head(self, method: str, path: str, body_bytes: int, content_type: str = "application/json") -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
@@ -83,7 +83,7 @@ class Target:
             *(f"{name}: {value}" for name, value in self.headers),
         ]
         if method == "POST":
-            lines += ["Content-Type: application/json", f"Content-Length: {body_bytes}"]
+            lines += [f"Content-Type: {content_type}", f"Content-Length: {body_bytes}"]
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
@@ -96,12 +96,14 @@ class HttpConnection:
         self._connect_timeout = connect_timeout
         self._protocol: _Exchange | None = None
 
-    async def call(self, method: str, path: str, body: Sequence[bytes], sink: ResponseSink) -> None:
+    async def call(
+        self, method: str, path: str, body: Sequence[bytes], sink: ResponseSink, content_type: str = "application/json"
+    ) -> None:
         """Send a request, `body` in as many pieces as there are, and feed the whole answer to `sink`.
 
         Raises CallFailed, and whatever `sink` raises. The connection is then closed, as it is when this is cancelled.
         """
-        request = [self._target.head(method, path, sum(map(len, body))), *body]
+        request = [self._target.head(method, path, sum(map(len, body)), content_type), *body]
         reused = self._protocol is not None and self._protocol.is_usable
         try:
             try:

@@ -50,7 +50,7 @@ class Client:
         record = Record(index, request.kind, start, start, scheduled, expected_tokens=request.output_len)
         try:
             async with asyncio.timeout(self.timeout):
-                await connection.call("POST", request.path, request.body, stream)
+                await connection.call("POST", request.path, request.body, stream, request.content_type)
             stream.finish()
         except TimeoutError:
             record.error, record.detail = "timeout", f"no whole answer within {self.timeout:g} s"

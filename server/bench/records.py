@@ -12,7 +12,7 @@ class Record(msgspec.Struct, gc=False):
     index: int
     """The request's number in the workload."""
     kind: str
-    """"ids", "embeds", "text" or "messages"."""
+    """"ids", "embeds", "multipart", "stored", "text" or "messages"."""
     start: float
     """When it was sent (a new connection is opened after this)."""
     end: float

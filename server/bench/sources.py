@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server.bench.embeds_forms import MultipartEmbeds, StoredEmbeds
 from server.bench.flags import UsageError
 from server.bench.image_workload import RandomImages
 from server.bench.prompt_files import FileError, StoredPrompts, TraceEntry, TracePrompts, read_prompts, read_trace
@@ -39,6 +40,10 @@ def build_source(flags: argparse.Namespace) -> Source:
             raise UsageError(f"--workload {flags.workload} needs --{name}")
     if flags.prefix_len >= flags.input_len:
         raise UsageError("--prefix-len must be less than --input-len")
+    if flags.embeds_as != "base64" and flags.workload not in ("embeds", "mixed"):
+        raise UsageError("--embeds-as is for --workload embeds or mixed")
+    if flags.embeds_as == "stored" and flags.input_len <= RandomEmbeds.OWN_ROWS:
+        raise UsageError(f"--embeds-as stored needs an --input-len above {RandomEmbeds.OWN_ROWS}")
 
     def common(model: str) -> Common:
         return Common(model, flags.output_len, flags.temperature, flags.ignore_eos, extra)
@@ -62,6 +67,7 @@ _ONLY_FOR = {
     "prompts": ("jsonl",),
     "trace": ("trace",),
 }
+_FORMS = {"base64": RandomEmbeds, "multipart": MultipartEmbeds, "stored": StoredEmbeds}
 _NEEDED = {"embeds": ("hidden",), "mixed": ("hidden",), "jsonl": ("prompts",), "trace": ("trace",)}
 
 
@@ -79,7 +85,7 @@ def _random(flags: argparse.Namespace, common: Common, seed: int) -> Workload:
     if flags.workload == "images":
         text = RandomText(common, flags.input_len, seed)
         return RandomImages(common, text, flags.images_per_request, flags.image_side, seed)
-    embeds = RandomEmbeds(common, flags.input_len, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed)
+    embeds = _FORMS[flags.embeds_as](common, flags.input_len, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed)
     if flags.workload == "embeds":
         return embeds
     return Mixed((embeds, ids), (flags.embeds_share, 1 - flags.embeds_share), seed)

@@ -18,13 +18,15 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from server.bench.embeds_forms import uploaded
+from server.bench.http_connection import CallFailed
 from server.bench.jobs import Job, Outcome, share
 from server.bench.load import Client, Tally, closed_loop, open_loop
 from server.bench.records import Record
@@ -195,7 +197,12 @@ def _serve(pipe: Connection, counter: _Counter, part: int, parts: int) -> None:
 
 
 async def _run_job(job: Job, place: _Place, pipe: Connection) -> None:
-    pipe.send(await _warm_up(job, place))
+    try:
+        job = replace(job, workload=await uploaded(job.workload, job.target))
+        warmed = await _warm_up(job, place)
+    except CallFailed as error:
+        warmed = 1, [error.detail]
+    pipe.send(warmed)
     # The loop has nothing else to do: waiting in it costs nobody anything.
     zero: float | None = pipe.recv()
     if zero is None:
@@ -216,7 +223,8 @@ async def _warm_up(job: Job, place: _Place) -> tuple[int, list[str]]:
     """How many were sent from here, and what went wrong with each that failed."""
     first = sum(share(job.warmup, part, place.parts) for part in range(place.part))
     todo = iter(range(first, first + place.share(job.warmup)))
-    client = Client(job.target, job.workload.others(_WARMUP_SEED), job.timeout)
+    others = await uploaded(job.workload.others(_WARMUP_SEED), job.target)
+    client = Client(job.target, others, job.timeout)
     width = place.share(max(job.concurrency or job.warmup, place.parts))
     records = await closed_loop(client, lambda: next(todo, None), width)
     return len(records), [record.detail for record in records if record.error is not None]

@@ -29,8 +29,9 @@ class Prepared:
     kind: str
     path: str
     body: tuple[bytes, ...]
-    """JSON in pieces, so that large parts that many requests share are not copied for each."""
+    """In pieces, so that large parts that many requests share are not copied for each."""
     output_len: int
+    content_type: str = "application/json"
 
 
 @dataclass(frozen=True)

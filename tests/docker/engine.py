@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -111,12 +110,15 @@ class Container:
     def execute(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self._engine.call("exec", self.name, *command, check=check)
 
-    def is_healthy(self) -> bool:
-        """What the image's HEALTHCHECK says now."""
+    def wait_health(self, healthy: bool) -> None:
+        """Until the image's HEALTHCHECK finds it so."""
+        eventually(lambda: self._is_healthy() is healthy, 90)
+
+    def _is_healthy(self) -> bool | None:
+        """podman checks when it is told to; docker by itself, and None until it has."""
         if self._engine.is_podman:
             return self._engine.call("healthcheck", "run", self.name, check=False).returncode == 0
-        time.sleep(6)  # Long enough for two of its own.
-        return bool(self.state()["Health"]["Status"] == "healthy")
+        return {"healthy": True, "unhealthy": False}.get(self.state()["Health"]["Status"])
 
     def stop(self, grace: int) -> None:
         """As `docker stop`: SIGTERM, and SIGKILL after `grace` seconds."""

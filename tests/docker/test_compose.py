@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ class Stack:
     grafana: str
     """"" where its image cannot be had."""
     call: Any
+    done: threading.Event = field(default_factory=threading.Event)
+    clients: list[threading.Thread] = field(default_factory=list)
+
+    def be_quiet(self) -> None:
+        """No more requests."""
+        self.done.set()
+        for thread in self.clients:
+            thread.join()
 
 
 def default_image(service: str) -> str:
@@ -49,15 +57,22 @@ def default_image(service: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def stack(engine: Engine, tools: Path, image: str) -> Iterator[Stack]:
-    ports = {name: str(free_port()) for name in ("INTARSIA_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
-    variables = {**ports, "INTARSIA_IMAGE": image, "MODEL_ARGS": "--max-num-seqs 2 --max-queue 1", "LOG_DRIVER": ""}
-    variables["LOG_DRIVER"] = "k8s-file" if engine.is_podman else "json-file"
-    services = ["intarsia", "prometheus"]
-    if not engine.can_pull(default_image("prometheus")):
+def prometheus_image(engine: Engine) -> str:
+    """The compose file's, or what stands in for it."""
+    image = default_image("prometheus")
+    if not engine.can_pull(image):
         engine.build(STAND_IN, "tests/docker/prometheus.Dockerfile", context=ROOT / "tests" / "docker")
-        variables["PROMETHEUS_IMAGE"] = STAND_IN
-        note(f"{default_image('prometheus')} cannot be pulled: Debian's package stood in for it")
+        note(f"{image} cannot be pulled: Debian's package stood in for it")
+        return STAND_IN
+    return image
+
+
+@pytest.fixture(scope="module")
+def stack(engine: Engine, tools: Path, image: str, prometheus_image: str) -> Iterator[Stack]:
+    ports = {name: str(free_port()) for name in ("INTARSIA_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")}
+    variables = {**ports, "INTARSIA_IMAGE": image, "MODEL_ARGS": "--max-num-seqs 2 --max-queue 1"}
+    variables["PROMETHEUS_IMAGE"] = prometheus_image
+    services = ["intarsia", "prometheus"]
     if engine.can_pull(default_image("grafana")):
         services.append("grafana")
     else:
@@ -97,9 +112,8 @@ def scraped(stack: Stack) -> Iterator[Stack]:
     eventually(lambda: answers(f"{stack.server}/readyz"), 240)
     eventually(lambda: answers(f"{stack.prometheus}/-/ready"), 60)
     eventually(lambda: query(stack, 'up{job="intarsia"} == 1'), 60)
-    done = threading.Event()
-    clients = threading.Thread(target=_traffic, args=(stack.server, done))
-    clients.start()
+    stack.clients.append(threading.Thread(target=_traffic, args=(stack.server, stack.done)))
+    stack.clients[0].start()
     try:
         # Rates need two scrapes of the same series, and the range is half a minute.
         for name in (
@@ -112,8 +126,7 @@ def scraped(stack: Stack) -> Iterator[Stack]:
         time.sleep(6)
         yield stack
     finally:
-        done.set()
-        clients.join()
+        stack.be_quiet()
 
 
 def _traffic(server: str, done: threading.Event) -> None:
@@ -145,6 +158,20 @@ def test_the_files_say_what_they_should() -> None:
         assert not image.endswith(("latest}", "latest")), name
         if name.startswith("intarsia"):
             assert service["stop_grace_period"] == "45s"
+
+
+def test_alerts_fire_when_they_should(engine: Engine, prometheus_image: str) -> None:
+    files, tests = ROOT / "docker" / "helm" / "intarsia" / "files", Path(__file__).with_name("alert_tests.yml")
+    mounts = ("--volume", f"{files}:/files:ro", "--volume", f"{tests}:/alert_tests.yml:ro")
+    command = ("--security-opt", "label=disable", "--entrypoint", "promtool", prometheus_image, "test", "rules")
+    engine.call("run", "--rm", *mounts, *command, "/alert_tests.yml")
+
+
+def test_arguments_reach_the_server(stack: Stack) -> None:
+    eventually(lambda: answers(f"{stack.server}/readyz"), 240)
+    said = stack.call("exec", "intarsia", "sh", "-c", "tr '\\0' '|' < /proc/1/cmdline; intarsia healthcheck")
+    assert "|serve|--host|0.0.0.0|--port|8000|--max-num-seqs|2|--max-queue|1|" in said, "and the shell has gone"
+    assert "200" in said
 
 
 def test_services_run_as_strictly_as_they_say(stack: Stack) -> None:
@@ -186,8 +213,8 @@ def test_grafana_has_the_dashboard(stack: Stack) -> None:
 
 def test_the_server_drains_with_the_stack(stack: Stack) -> None:
     """Last: it stops the server."""
-    if not answers(f"{stack.server}/readyz"):
-        eventually(lambda: answers(f"{stack.server}/readyz"), 240)
+    stack.be_quiet()
+    eventually(lambda: answers(f"{stack.server}/readyz"), 240)
     body = {"prompt": "Once upon a time", "stream": True, "max_tokens": 60, "ignore_eos": True}
     with httpx.stream("POST", f"{stack.server}/v1/completions", json=body, timeout=120) as stream:
         lines = (line for line in stream.iter_lines() if line)

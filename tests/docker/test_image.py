@@ -87,17 +87,24 @@ def test_it_answers_text_ids_and_embeddings(container: Container, default_model:
     assert embeds["choices"][0]["text"] == completion["choices"][0]["text"]
 
 
+def test_the_playground_is_inside(container: Container) -> None:
+    with container.client() as client:
+        page = client.get("/")
+    assert page.status_code == 200
+    assert "<html" in page.text
+
+
 def test_the_health_check_follows_the_server(container: Container) -> None:
-    assert container.is_healthy()
+    container.wait_health(True)
     runner = "pid=$(cat /proc/1/task/1/children) && kill -s $0 ${pid%% *}"
     container.execute("sh", "-c", runner, "STOP")
     try:
         eventually(lambda: httpx.get(f"{container.base}/readyz").status_code == 503, 30)
-        assert not container.is_healthy()
+        container.wait_health(False)
     finally:
         container.execute("sh", "-c", runner, "CONT")
     eventually(lambda: httpx.get(f"{container.base}/readyz").status_code == 200, 30)
-    assert container.is_healthy()
+    container.wait_health(True)
 
 
 def test_it_writes_nothing_that_stays(container: Container, engine: Engine) -> None:

@@ -17,17 +17,32 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
+from runner.embedding_store import EmbeddingStore
 from runner.messages import (
     End,
     FinishReason,
     HiddenRows,
     ModelInfo,
     PromptLogprobs,
+    PutRows,
     SamplingParams,
     Started,
     TokenLogprobs,
+    ToStore,
+    decode_to_runner,
 )
-from server import abort, chat, completions, models, render, text_embeddings, token_embeddings, tokenize
+from runner.store_messages import answer
+from server import (
+    abort,
+    chat,
+    completions,
+    models,
+    prompt_embeds,
+    render,
+    text_embeddings,
+    token_embeddings,
+    tokenize,
+)
 from server.chat_template import ChatTemplate
 from server.errors import APIError, install_error_handlers
 from server.generation import GenerationStream, Inbox
@@ -37,6 +52,7 @@ from server.prompt import PromptRows
 from server.responses import routes as responses
 from server.sampling import GenerationDefaults
 from server.services import Services
+from server.stored_embeddings import StoredEmbeddings
 from server.tokenizer import Tokenizer
 from tests.models import EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
 from tests.server.body_writer import with_body_writer
@@ -217,6 +233,25 @@ class FakeEngine:
         return TokenLogprobs(token, -1.0, 2, tuple(top), tuple(-0.5 * (1 + rank) for rank in range(k)))
 
 
+class StoreHarness:
+    """A runner's store and a worker's side of it, without the sockets between them."""
+
+    def __init__(self, max_bytes: int = 1 << 20, **options: Any) -> None:
+        self.store = EmbeddingStore(max_bytes, options.pop("max_owner_bytes", max_bytes), 3600.0, **options)
+        self.stored = StoredEmbeddings(0, self._send, lambda: None, 1 << 30)
+        self.puts: list[PutRows] = []
+
+    def _send(self, *frames: bytes | memoryview) -> bool:
+        message = decode_to_runner(frames[0])
+        assert isinstance(message, ToStore)
+        if isinstance(message, PutRows):
+            self.puts.append(message)
+        rows = [memoryview(bytes(frame)) for frame in frames[1:]]
+        found = answer(self.store, message, rows, HIDDEN_SIZE * 4)
+        asyncio.get_running_loop().call_soon(self.stored.on_answer, found)
+        return True
+
+
 def services(engine: FakeEngine, **changes: Any) -> Services:
     values: dict[str, Any] = {
         "engine": engine,
@@ -234,7 +269,8 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
 def application(given: Services) -> FastAPI:
     app = FastAPI()
     install_error_handlers(app)
-    for module in (completions, chat, responses, text_embeddings, token_embeddings, render, models, tokenize, abort):
+    routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)
+    for module in (*routes, render, models, tokenize, abort):
         app.include_router(module.router)
     app.state.services = given
     return app

@@ -3,8 +3,8 @@
     python -m tests.server.scripted_runner SCRIPT_JSON RUNNER_CONFIG_JSON
 
 It echoes: token i of choice c is the prompt's id number (i + c) modulo its length (an embedding row counts as id 1).
-Tests that need it to misbehave send it signals: SIGKILL to die, SIGSTOP to freeze, SIGUSR1 to go on taking requests
-while its engine hangs, SIGUSR2 to report a failure and exit.
+Embeddings are stored as the real one does it. Tests that need it to misbehave send it signals: SIGKILL to die, SIGSTOP
+to freeze, SIGUSR1 to go on taking requests while its engine hangs, SIGUSR2 to report a failure and exit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import zmq
 
 from runner.config import RunnerConfig
+from runner.embedding_store import EmbeddingStore
 from runner.messages import (
     EMBEDDING_ID,
     Abort,
@@ -46,10 +47,12 @@ from runner.messages import (
     StepOutput,
     TokenLogprobs,
     TokenRows,
+    ToStore,
     WorkerGone,
     decode_to_runner,
     encode,
 )
+from runner.store_messages import answer
 
 HEARTBEAT_SECONDS = 0.1
 REJECTED: dict[int, RejectReason] = {13: "queue_full", 14: "rows_full", 15: "invalid"}
@@ -91,6 +94,7 @@ class ScriptedRunner:
         self.inbox = self.context.socket(zmq.PULL)
         self.inbox.bind(config.address)
         self.workers: dict[int, zmq.Socket[bytes]] = {}
+        self.store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
         self.choices: list[Choice] = []
         self.waiting: dict[int, list[Started]] = {}
         self.hanging = False
@@ -165,6 +169,11 @@ class ScriptedRunner:
             self.write("gone", worker=message.worker, running=len(running))
             self.choices = [each for each in self.choices if each not in running]
             self.workers.pop(message.worker).close(linger=0)
+        elif isinstance(message, ToStore):
+            row_size = 4 * self.model_info().hidden_size
+            rows = [memoryview(frame) for frame in frames[1:]]
+            self.send(answer(self.store, message, rows, row_size), message.worker)
+            self.write("stored", worker=message.worker, entries=len(self.store))
 
     def on_generate(self, message: Generate, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         if (reason := REJECTED.get(int(token_ids[0]))) is not None:

@@ -215,6 +215,40 @@ def test_a_body_that_stops_arriving_is_given_up(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(scenario())
 
 
+def test_a_body_that_trickles_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never stops for long."""
+    monkeypatch.setattr(body_limit, "_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(body_limit, "_SLOWEST", 1 << 30)
+
+    async def scenario() -> None:
+        middleware = BodyLimit(read_all, lambda: 1000)
+        upload = Upload(middleware)
+        waiting = asyncio.create_task(upload.status())
+        for _ in range(200):
+            if waiting.done():
+                break
+            await upload.put(1)
+            await asyncio.sleep(0.02)
+        assert await waiting == 408
+        assert middleware._held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_body_that_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(body_limit, "_SLOWEST", 1)
+
+    async def scenario() -> None:
+        upload = Upload(BodyLimit(read_all, lambda: 1000))
+        for at in range(25):
+            await upload.put(4, more=at < 24)
+            await asyncio.sleep(0.02)
+        assert await upload.status() == 200
+
+    asyncio.run(scenario())
+
+
 def test_waiting_for_a_disconnect_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limit, "_IDLE_SECONDS", 0.05)
 

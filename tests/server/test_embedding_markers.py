@@ -163,7 +163,7 @@ def test_templates_that_do_not_leave_a_part_alone(template: str) -> None:
         ({"type": "prompt_embeds", "data": ""}, ".data", "invalid_value"),
         ({"type": "prompt_embeds", "data": "AAAA"}, ".data", "invalid_value"),
         ({"type": "prompt_embeds", "id": "emb_1"}, ".id", "unsupported_parameter"),
-        ({"type": "prompt_embeds", "part": "a"}, ".part", "unsupported_parameter"),
+        ({"type": "prompt_embeds", "part": "a"}, ".part", "invalid_value"),
         ({**rows(1), "token_ids": [5, 5]}, ".token_ids", "invalid_value"),
         ({**rows(1), "token_ids": [-1]}, ".token_ids", "invalid_value"),
         (rows(200), ".data", "context_length_exceeded"),

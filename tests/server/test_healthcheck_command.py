@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import trustme
 
 from server import healthcheck_command
 from server.cli import main
@@ -70,6 +72,29 @@ def test_another_first_process_is_no_server(command: list[str]) -> None:
 def test_a_port_of_the_systems_choice_is_not_known() -> None:
     with pytest.raises(NoServer, match="--port 0"):
         url_of([*INTARSIA, "--port", "0"])
+
+
+def test_https(tmp_path: Path) -> None:
+    """The certificate is for the name that clients use, of an authority that nobody here knows."""
+    chain, key, root = tmp_path / "chain.pem", tmp_path / "key.pem", tmp_path / "root.pem"
+    authority = trustme.CA()
+    issued = authority.issue_cert("llm.example.org")
+    chain.write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(str(key))
+    authority.cert_pem.write_to_path(str(root))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(chain, key)
+    with HTTPServer(("127.0.0.1", 0), _Probes) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        flags = ["--port", str(server.server_port), "--ssl-certfile", str(chain), "--ssl-keyfile", str(key)]
+        url = url_of([*INTARSIA, *flags])
+        assert url == f"https://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert main(["healthcheck", "--url", url]) == 0
+        thread.join()
+    with pytest.raises(NoServer, match="--ssl-ca-certs"):
+        url_of([*INTARSIA, *flags, "--ssl-ca-certs", str(root)])
 
 
 def test_the_first_process_is_asked(probes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from server.image_fetch import ImageFetcher, is_public
 from server.image_file import ImageError
+from server.long_strings import LongString
 
 BODY = b"image" * 100
 
@@ -167,6 +168,12 @@ def test_nobody_there() -> None:
 def test_urls_that_are_refused(url: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: pytest.fail("looked up"))
     with pytest.raises(ImageError, match=reason):
+        fetch(url, "images.example")
+
+
+def test_a_long_url_that_is_still_in_the_body() -> None:
+    url = LongString.of(memoryview(b"http://images.example/" + b"x" * 90_000))
+    with pytest.raises(ImageError, match="more than 4096 characters"):
         fetch(url, "images.example")
 
 

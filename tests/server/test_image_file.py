@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from server.image_file import MAX_ASPECT, MAX_SCANS, ImageError, ImageLimits, decode_image, read_data_url
+from server.long_strings import LongString
 from tests.vision_models import picture
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::PIL\.")  # as the module has it for the server
@@ -132,6 +133,21 @@ def as_base64(data: bytes) -> str:
 def test_data_urls(header: str) -> None:
     data = random.Random(1).randbytes(900_001)
     assert read_data_url(header + as_base64(data), LIMITS) == data
+
+
+@pytest.mark.parametrize("encoding", ["base64", "percent"])
+def test_a_data_url_that_is_still_in_the_body(encoding: str) -> None:
+    data = random.Random(1).randbytes(90_001)
+    text = "data:image/png"
+    text += ";base64," + as_base64(data) if encoding == "base64" else "," + "".join(f"%{byte:02x}" for byte in data)
+    assert read_data_url(LongString.of(memoryview(text.encode())), LIMITS) == data
+    with pytest.raises(ImageError, match="more than 1048576 bytes"):
+        read_data_url(LongString.of(memoryview((text + "A" * 4_000_000).encode())), LIMITS)
+    for wrong in (b"data:text/plain," + bytes(90_000), b"\xff" * 90_000):
+        with pytest.raises(ImageError, match="must be of an image"):
+            read_data_url(LongString.of(memoryview(wrong)), LIMITS)
+    with pytest.raises(ImageError, match="not valid base64"):
+        read_data_url(LongString.of(memoryview(b"data:image/png;base64," + b"\xff" * 90_000)), LIMITS)
 
 
 def test_a_data_url_without_base64() -> None:

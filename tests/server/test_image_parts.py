@@ -167,6 +167,24 @@ def test_a_completion(api: tuple[Api, FakeEngine]) -> None:
     assert second.start == len(pieces[0]) + ROWS + len(pieces[1])
 
 
+def test_a_large_image_is_read_from_the_body(api: tuple[Api, FakeEngine]) -> None:
+    """Its URL is never made a string of."""
+    client, engine = api
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 300, 3), np.uint8))
+    buffer = io.BytesIO()
+    noise.save(buffer, "png")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    assert len(url) > 256 * 1024
+    for part in ({"url": url}, url):
+        body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": part}]}]}
+        assert client.post("/v1/chat/completions", body).status_code == 200
+        pixels = np.frombuffer(engine.submitted[-1].prompt.rows[0], np.float32)
+        assert np.allclose(pixels, np.asarray(noise).mean((0, 1)))
+    bad = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x" * 300_000}]}]}
+    answer = client.post("/v1/chat/completions", bad)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].image_url")
+
+
 def test_equal_images_have_equal_digests() -> None:
     seen = vision()
     rows = [seen.prepare(picture(seed), 100) for seed in (1, 1, 2)]

@@ -49,6 +49,11 @@ TAKEN = {
     "parts": ({"prompt": [{"type": "text", "text": "x"}, PART, PART]}, 2),
     "prompts of parts": ({"prompt": [[PART], [PART, {"type": "text", "text": LONG}]]}, 2),
     "chat": ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": [PART]}]}, 1),
+    "images": (
+        {"messages": [{"content": [{"type": "image_url", "image_url": url} for url in (LONG, {"url": LONG})]}]},
+        2,
+    ),
+    "an image in a prompt": ({"prompt": [PART, {"type": "image_url", "image_url": {"detail": "low", "url": LONG}}]}, 2),
     "stored": ({"data": LONG}, 1),
     "with text": ({"prompt": LONG, "user": LONG, "prompt_embeds": LONG}, 1),
 }

@@ -32,6 +32,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 WITHOUT_BODY = {"post /v1/responses/{response_id}/cancel"}
+WITH_FILE = {"post /v1/prompt_embeds"}
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -64,7 +65,7 @@ def test_every_post_has_a_typed_body(document: dict[str, Any]) -> None:
     assert len(posts) >= 10
     assert {name for name in posts if "requestBody" not in posts[name]} == WITHOUT_BODY
     for name, operation in posts.items():
-        if name in WITHOUT_BODY:
+        if name in WITHOUT_BODY | WITH_FILE:
             continue
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["type"] == "object", name
@@ -82,7 +83,7 @@ def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], sc
 def test_the_examples_are_valid_and_name_no_other_model(document: dict[str, Any]) -> None:
     schemas = {schema.__name__: schema for schema in BODIES}
     for name, operation in operations(document):
-        if name.startswith("post ") and name not in WITHOUT_BODY:
+        if name.startswith("post ") and name not in WITHOUT_BODY | WITH_FILE:
             body = operation["requestBody"]["content"]["application/json"]
             parse(schemas[body["schema"]["$ref"].rpartition("/")[2]], body["example"])
     for schema in ("CompletionRequest", "ChatRequest", "ResponseRequest", "TokenizeRequest", "DetokenizeRequest"):
@@ -99,6 +100,17 @@ def test_errors_are_openais_and_nothing_else(document: dict[str, Any]) -> None:
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
+def test_tensors_are_announced(document: dict[str, Any]) -> None:
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        for path in (route, f"{route}/render"):
+            content = document["paths"][path]["post"]["requestBody"]["content"]
+            form = content["multipart/form-data"]["schema"]
+            assert form["properties"]["request"] == content["application/json"]["schema"]
+            assert form["additionalProperties"]["format"] == "binary"
+    upload = document["paths"]["/v1/prompt_embeds"]["post"]["requestBody"]["content"]
+    assert set(upload) == {"application/octet-stream", "multipart/form-data"}
+
+
 def test_streams_are_announced(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
@@ -108,14 +120,16 @@ def test_streams_are_announced(document: dict[str, Any]) -> None:
 def test_prompts_and_messages_have_typed_parts(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     rows = {"type": "prompt_embeds", "data": "AAAA"}
+    stored, field = ({"type": "prompt_embeds", name: "a"} for name in ("id", "part"))
     text, ids = {"type": "text", "text": "a"}, {"type": "token_ids", "token_ids": [5]}
     prompt = Draft202012Validator(schemas["CompletionRequest"]["properties"]["prompt"])
-    for valid in ("a", ["a"], [5], [[5]], [text], [ids, rows, text], [[text], [5], [rows]], None):
+    for valid in ("a", ["a"], [5], [[5]], [text], [ids, rows, text], [[text], [5], [rows]], [stored, field], None):
         prompt.validate(valid)
     wrong: list[Any] = [
         [{}],
         [{"type": "text"}],
-        [{"type": "prompt_embeds", "id": "a"}],
+        [{"type": "prompt_embeds"}],
+        [rows | {"id": "a"}],
         [text, "a"],
         [{"type": "x"}],
         5,

@@ -134,3 +134,11 @@ def test_digests_are_of_the_rows_bytes(row_bytes: int) -> None:
     for row in range(5):
         expected = hashlib.sha256(data[row * row_bytes : (row + 1) * row_bytes]).digest()[:16]
         assert found[row * 16 : (row + 1) * 16] == expected
+
+
+@pytest.mark.parametrize("row_bytes", [100, 1152, 2048])
+def test_digests_of_many_short_rows(row_bytes: int) -> None:
+    """More than are hashed at a stretch, and not a multiple of that."""
+    data = np.random.default_rng(0).bytes((1_300_000 // row_bytes + 1) * row_bytes)
+    expected = [hashlib.sha256(data[at : at + row_bytes]).digest()[:16] for at in range(0, len(data), row_bytes)]
+    assert row_digests(memoryview(data), row_bytes) == b"".join(expected)

@@ -215,6 +215,13 @@ def test_token_ids_and_rendering(soft: SoftPrompts) -> None:
     assert client.post("/tokenize", {"model": body["model"], "prompt": "What"}).json()["tokens"] == ids_of("What")
 
 
+def test_not_for_embeddings_of_texts(soft: SoftPrompts) -> None:
+    """Whether a mean is over the soft prompt's rows, too, is for nobody to guess."""
+    client = Api(services(FakeEngine(say("")), soft_prompts=soft))
+    refused = client.post("/v1/embeddings", {"model": f"{NAMES[0]}:poet", "input": "x"}).json()["error"]
+    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "model")
+
+
 def test_the_context_is_shared_with_the_rows(soft: SoftPrompts) -> None:
     client = Api(
         services(FakeEngine(say("")), soft_prompts=soft, model=msgspec.structs.replace(MODEL, max_model_len=8))

@@ -16,6 +16,7 @@ import pytest
 
 from server.bench.flags import add_arguments
 from server.cli import main
+from tests.server.conftest import StartServer
 from tests.server.harness import ROOT, ServerProcess
 
 Lines = list[dict[str, Any]]
@@ -62,6 +63,25 @@ def test_embeds_and_a_mix(server: ServerProcess, capsys: pytest.CaptureFixture[s
     for workload in ("embeds", "mixed"):
         (point,) = bench(capsys, server, "--workload", workload, *load.split())
         assert (point["answered"], point["input_tokens"], point["output_tokens"]) == (8, 160, 32)
+
+
+def test_embeds_in_other_forms(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    load = "--hidden 64 --concurrency 2 --num-requests 8 --procs 2 --input-len 20 --output-len 4 --vocab-size 384"
+    stored = len(server.messages("stored"))
+    for workload, form in (("embeds", "multipart"), ("embeds", "stored"), ("mixed", "stored")):
+        (point,) = bench(capsys, server, "--workload", workload, "--embeds-as", form, *load.split())
+        assert (point["answered"], point["input_tokens"], point["output_tokens"]) == (8, 160, 32), form
+    # Twice for the measured requests and twice for those that warm up, each by two processes: the same two embeddings.
+    assert len(server.messages("stored")) > stored
+    with server.client() as client:
+        assert len(client.get("/v1/prompt_embeds").json()["data"]) == 2
+
+
+def test_a_server_without_a_store(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server = start_server(max_stored_bytes=0).wait_ready()
+    load = "--workload embeds --embeds-as stored --hidden 64 --input-len 20 --procs 1 --no-progress"
+    assert main(["bench", "serve", "--url", server.base, *load.split()]) == 1
+    assert "POST /v1/prompt_embeds was answered with 400" in capsys.readouterr().err
 
 
 def test_text_chat_and_an_open_loop(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +180,8 @@ def test_a_wrong_key(capsys: pytest.CaptureFixture[str], server: ServerProcess) 
         ("--workload jsonl", "needs --prompts"),
         ("--workload trace", "needs --trace"),
         ("--hidden 5", "--hidden is for --workload embeds or mixed"),
+        ("--embeds-as stored", "--embeds-as is for --workload embeds or mixed"),
+        ("--workload embeds --hidden 5 --embeds-as stored --input-len 3", "needs an --input-len above 3"),
         ("--prompts x", "--prompts is for --workload jsonl"),
         ("--prefix-len 512", "less than --input-len"),
         ("--workload text --prefix-len 5", "--prefix-len is for"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import pickle
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
+from server.bench.embeds_forms import MultipartEmbeds, StoredEmbeds
 from server.bench.image_workload import RandomImages
 from server.bench.workloads import (
     CHAT,
@@ -28,6 +32,7 @@ from server.bench.workloads import (
 )
 from server.file_tensor import RowLimits
 from server.image_file import ImageLimits, decode_image, read_data_url
+from server.multipart import read_fields
 from server.safetensors_file import read_safetensors
 
 COMMON = Common("m", output_len=9)
@@ -131,6 +136,27 @@ def test_no_two_prompts_of_embeds_begin_alike() -> None:
 def test_the_shared_part_is_not_copied() -> None:
     workload = RandomEmbeds(COMMON, 40, 16)
     assert workload.prepare(0).body[2] is workload.prepare(1).body[2]
+
+
+def test_the_other_forms_have_the_same_rows() -> None:
+    """As `httpx` would be read by the server's own parser; and of the stored one what is stored and what is not."""
+    base = RandomEmbeds(COMMON, 40, 16, "float32")
+    whole = base64.b64decode(body(base.prepare(3))["prompt_embeds"])
+    request = MultipartEmbeds(COMMON, 40, 16, "float32").prepare(3)
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield b"".join(request.body)
+
+    fields = asyncio.run(read_fields(stream(), request.content_type))
+    assert bytes(fields["rows"]) == whole
+    assert json.loads(fields["request"])["prompt"] == [{"type": "prompt_embeds", "part": "rows"}]
+    stored = replace(StoredEmbeds(COMMON, 40, 16, "float32"), id="emb_1")
+    own, rest = body(stored.prepare(3))["prompt"]
+    assert rest == {"type": "prompt_embeds", "id": "emb_1"}
+    files = [base64.b64decode(own["data"]), stored.to_store()]
+    pieces = [safetensors.numpy.load(file)["rows"] for file in files]
+    assert np.array_equal(np.concatenate(pieces), safetensors.numpy.load(whole)["rows"])
+    assert {type(replace(stored, seed=1).others(5)), type(pickle.loads(pickle.dumps(stored)))} == {StoredEmbeds}  # noqa: S301
 
 
 def test_text() -> None:

@@ -1,0 +1,81 @@
+"""Reads the body of a request whose prompt may have embeddings: JSON, or multipart/form-data whose field `request` is
+the JSON and whose other fields are tensor files; and of an upload to the store. For the routes that take these.
+
+Tensors never go through JSON, and are not copied behind the buffer that they arrive in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from server.attachments import attach
+from server.body import parse_object, read_json
+from server.errors import APIError, InvalidRequest, UnsupportedMediaType
+from server.multipart import MEDIA_TYPE, Fields, read_fields
+
+JSON_FIELD = "request"
+_RAW_TYPE = "application/octet-stream"
+_IN_PLACE_BYTES = 64 * 1024
+"""JSON up to this size takes less time to parse than a thread takes to wake up."""
+
+
+async def read_request(request: Request) -> dict[str, Any]:
+    """The request's JSON object; where it came with tensors, they are in its parts. Raises APIError."""
+    media_type = _media_type(request)
+    if media_type == MEDIA_TYPE:
+        fields = await read_fields(_chunks(request), request.headers["content-type"])
+        body = await _take_json(fields)
+        attach(body, fields)
+        return body
+    if media_type != "application/json":
+        raise UnsupportedMediaType(f"The content type must be application/json or {MEDIA_TYPE}.")
+    return await read_json(request)
+
+
+async def read_upload(request: Request) -> tuple[dict[str, Any], bytearray]:
+    """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
+    media_type = _media_type(request)
+    if media_type == MEDIA_TYPE:
+        fields = await read_fields(_chunks(request), request.headers["content-type"])
+        body = await _take_json(fields) if JSON_FIELD in fields else {}
+        if len(fields) != 1:
+            raise InvalidRequest(
+                f"An upload has one field with a tensor file (beside {JSON_FIELD}, if that is there);"
+                f" this one has {len(fields)}.",
+                param=JSON_FIELD,
+            )
+        return body, fields.popitem()[1]
+    if media_type != _RAW_TYPE:
+        raise UnsupportedMediaType(f"The content type must be {_RAW_TYPE} or {MEDIA_TYPE}.")
+    payload = bytearray()
+    async for chunk in _chunks(request):
+        payload += chunk
+    return {}, payload
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """Raises APIError, that of the body limit included."""
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect:
+        # Nobody reads this answer; the status is what the access log shows.
+        raise APIError(499, "The client closed the connection before the body was complete.") from None
+
+
+async def _take_json(fields: Fields) -> dict[str, Any]:
+    """Takes the JSON out of the fields. Raises InvalidRequest."""
+    data = fields.pop(JSON_FIELD, None)
+    if data is None:
+        raise InvalidRequest(f"The multipart body must have a field {JSON_FIELD} with the JSON.", param=JSON_FIELD)
+    if len(data) <= _IN_PLACE_BYTES:
+        return parse_object(data)
+    return await asyncio.to_thread(parse_object, data)
