@@ -29,9 +29,7 @@ async def embedding_prompts(request: EmbeddingRequest, services: Services) -> li
         raise InvalidRequest(f"input can have at most {MAX_INPUTS} items.", param="input")
     if sum(len(each) for each in inputs if _is_mixed(each)) > MAX_PARTS:
         raise InvalidRequest(f"A request can have at most {MAX_PARTS} parts.", param="input")
-    soft = services.soft_rows(request.model)
-    limit = services.model.max_model_len - (0 if soft is None else soft.num_rows)
-    truncation = _truncation(request, limit)
+    truncation = _truncation(request, services.model.max_model_len)
     # The cheap ones first, as for completions: nothing is decoded before all else is found good.
     begun: list[Prompt | list[EncodedPart]] = []
     total = images = 0
@@ -46,18 +44,7 @@ async def embedding_prompts(request: EmbeddingRequest, services: Services) -> li
             raise InvalidRequest(f"input can have at most {MAX_TOTAL_ROWS} tokens in all.", param="input")
         begun.append(prompt)
         await asyncio.sleep(0)  # a short text takes a millisecond or two, and there may be thousands
-    prompts = [
-        each if isinstance(each, Prompt) else await decode_parts(each, services, param="input") for each in begun
-    ]
-    for index, prompt in enumerate(prompts):
-        if len(prompt) > limit:
-            where = f"input[{index}]" if is_batch else "input"
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, {where} has {len(prompt)}. Please"
-                " reduce its length, or set truncate_prompt_tokens.",
-                param=where,
-            )
-    return [prompt.behind(soft) for prompt in prompts]
+    return [each if isinstance(each, Prompt) else await decode_parts(each, services, param="input") for each in begun]
 
 
 def _as_inputs(value: Any) -> tuple[Sequence[str | list[Any]], bool]:
@@ -109,6 +96,13 @@ async def _begin(
         token_ids = value if truncation is None else truncation.of_ids(value)
     if not token_ids:
         raise InvalidRequest(f"{where} must have at least one token.", param=where)
+    limit = services.model.max_model_len
+    if len(token_ids) > limit:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, {where} has {len(token_ids)}. Please"
+            " reduce its length, or set truncate_prompt_tokens.",
+            param=where,
+        )
     return Prompt.from_token_ids(token_ids, where)
 
 

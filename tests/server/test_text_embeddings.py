@@ -13,18 +13,16 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from server.embeddings import decode_embedding
 from server.embeddings_input import MAX_INPUTS
 from server.errors import EngineFailed, QueueFull
+from server.long_strings import MIN_BYTES
 from server.pooling import Dimensions, as_float32, embedding_of, load_pooling
-from server.soft_prompts import SoftPrompts
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 from tests.server.fakes import MODEL, Api, FakeEngine, api, ids_of, say, services
 
 EMBEDDINGS, TOKENS = "/v1/embeddings", "/v1/token_embeddings"
 CONTEXT = MODEL.max_model_len
 ROWS = base64.b64encode(save({"rows": np.zeros((3, HIDDEN_SIZE), np.float32)})).decode()
-ROW_LIMITS: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "dtype": "float32", "max_rows": 8}
 PART = {"type": "prompt_embeds", "data": ROWS}
 
 # what is sent (beside an input), the field that the error names, its code
@@ -110,20 +108,24 @@ def test_a_refusal_on_the_way_ends_the_request() -> None:
     assert all(each.aborted for each in engine.submitted)
 
 
-def test_behind_a_soft_prompt() -> None:
-    """Named by `model`: before every input, and part of its length."""
-    rows = decode_embedding(save({"rows": np.ones((3, HIDDEN_SIZE), np.float32)}), **ROW_LIMITS)
+def test_tensors_in_fields_of_their_own() -> None:
+    """A multipart body; and a long embedding in JSON, which is decoded from the body's bytes."""
     engine = FakeEngine(say(""))
-    client = Api(services(engine, soft_prompts=SoftPrompts({"poet": rows})))
-    answer = client.post(EMBEDDINGS, {"model": "tiny:poet", "input": [[5, 6], [PART]]}).json()
-    assert answer["model"] == "tiny:poet"
-    assert [each.prompt.token_ids.tolist() for each in engine.submitted] == [[-1, -1, -1, 5, 6], [-1] * 6]
-    full = {"model": "tiny:poet", "input": ["x", [5] * (CONTEXT - 3)]}
-    assert client.post(EMBEDDINGS, full).status_code == 200
-    error = client.post(EMBEDDINGS, {**full, "input": ["x", [5] * (CONTEXT - 2)]}).json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "input[1]")
-    cut = client.post(EMBEDDINGS, {**full, "input": [5] * 500, "truncate_prompt_tokens": -1})
-    assert cut.json()["usage"]["prompt_tokens"] == CONTEXT
+    client = Api(services(engine))
+    file = save({"rows": np.ones((3, HIDDEN_SIZE), np.float32)})
+    body = {"input": [[{"type": "text", "text": "hello"}, {"type": "prompt_embeds", "part": "mine"}], "hello"]}
+    response = client.post(EMBEDDINGS, None, files={"request": json.dumps(body), "mine": file})
+    assert response.status_code == 200, response.text
+    assert [len(each.prompt) for each in engine.submitted] == [len(ids_of("hello")) + 3, len(ids_of("hello"))]
+    unnamed = client.post(EMBEDDINGS, None, files={"request": json.dumps({"input": "x"}), "mine": file})
+    assert unnamed.status_code == 400
+    long = base64.b64encode(save({"rows": np.ones((CONTEXT, HIDDEN_SIZE * 4), np.float16)})).decode()
+    assert len(long) > MIN_BYTES
+    response = client.post(EMBEDDINGS, {"input": [{"type": "prompt_embeds", "data": long}]})
+    assert "256 wide" in response.json()["error"]["message"]
+    fits = base64.b64encode(save({"rows": np.ones((CONTEXT * 4 // 5, HIDDEN_SIZE), np.float32)})).decode()
+    client.post(EMBEDDINGS, {"input": [{"type": "prompt_embeds", "data": fits}]})
+    assert len(engine.submitted[-1].prompt) == CONTEXT * 4 // 5
 
 
 def test_an_engine_that_fails_or_sends_nothing() -> None:
