@@ -1,8 +1,8 @@
 """Puts the tensor fields of a multipart body where its JSON names them: `{"type": "prompt_embeds", "part": "field"}`
 becomes a part whose `data` is the field. Called by `request_body`; what becomes of it then is `segments`' affair.
 
-Looks only where parts can be: in the list of a completion's prompt, in the lists of a batch, and in the content of chat
-messages. Each field is named once: named twice, a small body could become a large prompt.
+Looks only where parts can be: in the list of a completion's prompt or of an embedding's input, in the lists of a batch,
+and in the content of chat messages. Each field is named once: named twice, a small body could become a large prompt.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def attach(body: Mapping[str, Any], fields: Mapping[str, bytearray]) -> None:
 
 def _embedding_parts(body: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Every part of type prompt_embeds, and where it is."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list):
-        yield from _of_list(prompt, "prompt")
-        for index, each in enumerate(prompt):
-            if type(each) is list:
-                yield from _of_list(each, f"prompt[{index}]")
+    for field in ("prompt", "input"):
+        prompt = body.get(field)
+        if isinstance(prompt, list):
+            yield from _of_list(prompt, field)
+            for index, each in enumerate(prompt):
+                if type(each) is list:
+                    yield from _of_list(each, f"{field}[{index}]")
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None

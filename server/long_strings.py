@@ -66,7 +66,7 @@ class CutBody:
         """Put every long string where its place is in `value`, which `rest` was parsed to. False if there is one
         somewhere else: nobody there knows what to do with it."""
         count = self._member(value, "data") + self._member(value, "prompt_embeds")
-        parts = [*_parts(value.get("prompt"))]
+        parts = [*_parts(value.get("prompt")), *_parts(value.get("input"))]
         for message in _objects(value.get("messages")):
             parts += _objects(message.get("content"))
         count += sum(self._member(part, "data") for part in parts if part.get("type") == "prompt_embeds")

@@ -18,13 +18,13 @@ from starlette.responses import Response
 
 from runner.messages import HiddenRows, SamplingParams
 from server.batch import Batch, EngineRequest
-from server.body import read_json
 from server.embeddings_input import embedding_prompts
 from server.embeddings_schema import EmbeddingRequest
 from server.errors import EngineFailed, Unavailable, UnsupportedParameter
 from server.inputs import Prompt
 from server.openapi import json_body
 from server.pooling import Pooling, embedding_of
+from server.request_body import read_request
 from server.request_context import current_request, release_body
 from server.respond import run_handler
 from server.rows_out import as_base64
@@ -38,10 +38,10 @@ _AT_ONCE = 32
 """Engine requests of one HTTP request: two thousand inputs must not fill the engine's queue."""
 
 
-@router.post("/v1/embeddings", openapi_extra=json_body(EmbeddingRequest))
+@router.post("/v1/embeddings", openapi_extra=json_body(EmbeddingRequest, tensors=True))
 async def embeddings(request: Request) -> Response:
     # The body has no name here, so that `_embed` can let go of it.
-    return await run_handler(request, _embed(await read_json(request), services_of(request)))
+    return await run_handler(request, _embed(await read_request(request), services_of(request)))
 
 
 async def _embed(body: Mapping[str, Any], services: Services) -> Response:

@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 
 from server.embeddings_input import MAX_INPUTS
 from server.errors import EngineFailed, QueueFull
+from server.long_strings import MIN_BYTES
 from server.pooling import Dimensions, as_float32, embedding_of, load_pooling
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 from tests.server.fakes import MODEL, Api, FakeEngine, api, ids_of, say, services
@@ -105,6 +106,26 @@ def test_a_refusal_on_the_way_ends_the_request() -> None:
     assert response.status_code == 429
     assert len(engine.submitted) >= 2
     assert all(each.aborted for each in engine.submitted)
+
+
+def test_tensors_in_fields_of_their_own() -> None:
+    """A multipart body; and a long embedding in JSON, which is decoded from the body's bytes."""
+    engine = FakeEngine(say(""))
+    client = Api(services(engine))
+    file = save({"rows": np.ones((3, HIDDEN_SIZE), np.float32)})
+    body = {"input": [[{"type": "text", "text": "hello"}, {"type": "prompt_embeds", "part": "mine"}], "hello"]}
+    response = client.post(EMBEDDINGS, None, files={"request": json.dumps(body), "mine": file})
+    assert response.status_code == 200, response.text
+    assert [len(each.prompt) for each in engine.submitted] == [len(ids_of("hello")) + 3, len(ids_of("hello"))]
+    unnamed = client.post(EMBEDDINGS, None, files={"request": json.dumps({"input": "x"}), "mine": file})
+    assert unnamed.status_code == 400
+    long = base64.b64encode(save({"rows": np.ones((CONTEXT, HIDDEN_SIZE * 4), np.float16)})).decode()
+    assert len(long) > MIN_BYTES
+    response = client.post(EMBEDDINGS, {"input": [{"type": "prompt_embeds", "data": long}]})
+    assert "256 wide" in response.json()["error"]["message"]
+    fits = base64.b64encode(save({"rows": np.ones((CONTEXT * 4 // 5, HIDDEN_SIZE), np.float32)})).decode()
+    client.post(EMBEDDINGS, {"input": [{"type": "prompt_embeds", "data": fits}]})
+    assert len(engine.submitted[-1].prompt) == CONTEXT * 4 // 5
 
 
 def test_an_engine_that_fails_or_sends_nothing() -> None:
