@@ -19,7 +19,7 @@ def start(script: str, cache: Path, *, wrapper: tuple[str, ...] = ()) -> tuple[i
     """Exit status and standard error of the default model's server, with its cache in `cache`."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CACHE": str(cache)}
     command = [*wrapper, "sh", "-c", script.format(port=free_port())]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stderr
 
 
