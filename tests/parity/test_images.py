@@ -230,10 +230,12 @@ def test_clients_take_turns(scenes: list[Scene]) -> None:
     encoder.remove(request)
     request.client = 1
     encoder.add(request)
-    for _ in range(3):
+    for count in (1, 2, 3):
         harness.engine.step()
+        assert encoder.encoded == count  # one a step, whoever's
     assert {request.key[1] for request in encoder} == set(numbers[1:])
     harness.run()
+    assert encoder.encoded == len({image for each in (*many, other) for image in each.images})
     assert harness.tokens(last) == other.tokens
     assert all(harness.tokens(number) == each.tokens for number, each in zip(numbers, many, strict=True))
 
