@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from server.config import ServerConfig
 from server.http_protocol import LimitedHttpProtocol
 from server.listener import bind
+from server.metrics import Metrics
+from server.shared_cells import SharedCells
+from server.worker import Worker, WorkerSpec
 from tests.server.harness import ServerProcess, eventually
 
 
@@ -126,6 +133,29 @@ def test_every_answer_has_an_id_of_ours(server: ServerProcess) -> None:
     assert len(ids) == 3
     assert "mine" not in ids
     assert "server" not in answers[0].headers
+
+
+def test_requests_with_one_id_of_the_clients_are_two_requests(server: ServerProcess) -> None:
+    fields = {"model": "scripted", "max_tokens": 60, "ignore_eos": True, "request_id": "mine", "return_token_ids": True}
+
+    def complete(prompt: list[int]) -> dict[str, Any]:
+        with server.client(headers={"x-request-id": "mine"}) as client:
+            body: dict[str, Any] = client.post("/v1/completions", json={"prompt": prompt, **fields}).json()
+            return body
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(complete, ([5], [6], [7], [8])))
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [[each] * 60 for each in (5, 6, 7, 8)]
+    assert len({answer["id"] for answer in answers}) == 4
+
+
+def test_idle_connections_outlive_those_of_proxies(tmp_path: Path) -> None:
+    """Proxies keep them for 60 s. Who closes first must be they: otherwise a request meets a closed connection."""
+    worker = Worker(WorkerSpec(ServerConfig(), str(tmp_path)), SharedCells(1, Metrics.CELLS))
+    try:
+        assert worker._http.config.timeout_keep_alive > 60
+    finally:
+        asyncio.run(worker.engine.close())
 
 
 def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) -> None:
