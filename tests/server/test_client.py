@@ -17,7 +17,6 @@ import torch
 from server.client import Client, ClientError, encode_rows
 from server.embeddings import decode_embedding
 from tests.models import HIDDEN_SIZE
-from tests.server.body_writer import with_body_writer
 from tests.server.fakes import FakeEngine, StoreHarness, application, ids_of, say, services
 
 ROWS = np.linspace(-1, 1, 3 * HIDDEN_SIZE, dtype=np.float32).reshape(3, HIDDEN_SIZE)
@@ -33,7 +32,7 @@ class _InProcess(httpx.BaseTransport):
         async def send() -> tuple[int, httpx.Headers, bytes]:
             content = request.read()
             given = httpx.Request(request.method, request.url, headers=request.headers, content=content)
-            response = await httpx.ASGITransport(with_body_writer(self._app)).handle_async_request(given)
+            response = await httpx.ASGITransport(self._app).handle_async_request(given)
             return response.status_code, response.headers, await response.aread()
 
         status, headers, content = asyncio.run(send())
