@@ -275,5 +275,6 @@ class CycleWriter:
         self._writes.flush()
 
     def write_now(self, data: bytes) -> None:
-        if data and not self._cycle.disconnected:
+        # Writing to a closed one raises, and what others are to be sent waits behind this.
+        if data and not self._cycle.disconnected and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

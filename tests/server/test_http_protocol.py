@@ -7,15 +7,17 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from server.config import ServerConfig
-from server.http_protocol import LimitedHttpProtocol
+from server.http_protocol import CycleWriter, LimitedHttpProtocol, Writes
 from server.listener import bind
 from server.metrics import Metrics
 from server.shared_cells import SharedCells
@@ -147,6 +149,32 @@ def test_requests_with_one_id_of_the_clients_are_two_requests(server: ServerProc
         answers = list(threads.map(complete, ([5], [6], [7], [8])))
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [[each] * 60 for each in (5, 6, 7, 8)]
     assert len({answer["id"] for answer in answers}) == 4
+
+
+def test_a_connection_that_was_closed_keeps_nothing_from_others() -> None:
+    class Connection(asyncio.Transport):
+        def __init__(self, *, closed: bool) -> None:
+            self.closed, self.sent = closed, b""
+
+        def is_closing(self) -> bool:
+            return self.closed
+
+        def write(self, data: Any) -> None:
+            if self.closed:
+                raise RuntimeError("the handler is closed")
+            self.sent += data
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        writes, open_one, closed_one = Writes(loop), Connection(closed=False), Connection(closed=True)
+        for transport in (closed_one, open_one):
+            cycle = SimpleNamespace(transport=transport, flow=FlowControl(transport), disconnected=False)
+            CycleWriter(SimpleNamespace(writes=writes), cycle).write(b"data: x\n\n")  # type: ignore[arg-type]
+        assert open_one.sent == b"", "they are written together"
+        await asyncio.sleep(0)
+        assert open_one.sent == b"9\r\ndata: x\n\n\r\n"
+
+    asyncio.run(main())
 
 
 def test_idle_connections_outlive_those_of_proxies(tmp_path: Path) -> None:
