@@ -36,6 +36,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _
             working.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await working
+        # An error's traceback has this frame: with the task that has the error it would be a cycle, and the collector
+        # may be long in coming for the body that the work was about.
+        del working
 
 
 async def _disconnected(receive: Receive) -> None:

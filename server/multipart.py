@@ -35,9 +35,12 @@ async def read_fields(chunks: AsyncIterator[bytes], content_type: str) -> Fields
     """The fields in their order. Raises InvalidRequest for a body that is malformed, cut or has a field twice, and what
     `chunks` raises; then nothing of it is kept."""
     reader = _Reader(_boundary(content_type))
-    async for chunk in chunks:
-        reader.feed(chunk)
-    return reader.finish()
+    try:
+        async for chunk in chunks:
+            reader.feed(chunk)
+        return reader.finish()
+    finally:
+        reader.close()
 
 
 def _boundary(content_type: str) -> bytes:
@@ -83,6 +86,11 @@ class _Reader:
         if not self._complete:
             raise _malformed("it ends before its last boundary")
         return self._fields
+
+    def close(self) -> None:
+        """Lets go of everything: reader and parser are a cycle, and megabytes must not wait for the collector."""
+        self._fields, self._field = {}, bytearray()
+        self._parser.callbacks = {}
 
     # --- called by the parser ---------------------------------------------------------------------------------------
 

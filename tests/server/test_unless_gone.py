@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -85,3 +88,30 @@ def test_being_cancelled_cancels_the_work() -> None:
 
     asyncio.run(main())
     assert cancelled == [True]
+
+
+def test_failed_work_leaves_nothing_to_the_collector() -> None:
+    """The frames of its traceback have the body: they go with the error, not when the collector comes."""
+
+    class Body:
+        pass
+
+    body = Body()
+    held = weakref.ref(body)
+
+    async def work(body: Body) -> None:
+        await asyncio.sleep(0)
+        raise ValueError
+
+    async def ask(body: Body) -> None:
+        with contextlib.suppress(ValueError):
+            await unless_gone(Connection().receive, work(body))
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(ask(body))
+        del body
+        assert held() is None
+    finally:
+        gc.enable()
