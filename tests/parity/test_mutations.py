@@ -79,7 +79,7 @@ def mask_of_the_first_row(patch: MonkeyPatch) -> None:
         patch,
         prepare,
         "prepare_inputs_reference",
-        ("out.is_token_ids[:num_rows] = ids != EMBEDDING_ID", "out.is_token_ids[:num_rows] = ids[0] != EMBEDDING_ID"),
+        ("out.is_token_ids[:num_rows] = ids >= 0", "out.is_token_ids[:num_rows] = ids[0] >= 0"),
     )
 
 
@@ -135,7 +135,7 @@ MUTATIONS = (
         "the multimodal branch embedded the placeholder ids again, over the user's rows (#45383)",
         prepare,
         "prepare_inputs_reference",
-        (("out.is_token_ids[:num_rows] = ids != EMBEDDING_ID", "pass"),),
+        (("out.is_token_ids[:num_rows] = ids >= 0", "pass"),),
         trials.embeds_decoding_together,
     ),
     Mutation(
@@ -234,7 +234,7 @@ MUTATIONS = (
         "everything is cached, so nothing is computed and nothing can be sampled",
         scheduler.Scheduler,
         "_admit",
-        (("(known - 1) // self.block_size", "known // self.block_size"),),
+        (("min(known - 1, sequence.hidden_from)", "min(known, sequence.hidden_from)"),),
         trials.whole_prompt_cached,
     ),
     Mutation(

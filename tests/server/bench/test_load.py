@@ -29,7 +29,7 @@ class ScriptedConnection:
     tokens: int
     closed: bool = False
 
-    async def call(self, method: str, path: str, body: object, sink: object) -> None:
+    async def call(self, method: str, path: str, body: object, sink: object, content_type: str) -> None:
         assert isinstance(sink, CompletionStream)
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self.ttft)
@@ -136,7 +136,7 @@ def test_a_request_that_takes_too_long() -> None:
 
 def test_a_failure_is_a_record() -> None:
     class Failing(ScriptedConnection):
-        async def call(self, method: str, path: str, body: object, sink: object) -> None:
+        async def call(self, method: str, path: str, body: object, sink: object, content_type: str) -> None:
             raise CallFailed("disconnected", "gone")
 
     async def main() -> tuple[list[Record], ScriptedClient]:
