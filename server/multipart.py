@@ -44,6 +44,8 @@ async def read_fields(chunks: AsyncIterator[bytes], content_type: str) -> Fields
 
 
 def _boundary(content_type: str) -> bytes:
+    if len(content_type) > MAX_HEADER_BYTES:  # parsing takes time by the square of it, on the event loop
+        raise _malformed(f"its content type must have at most {MAX_HEADER_BYTES} characters")
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if not 0 < len(boundary) <= _MAX_BOUNDARY_CHARS or not boundary.isascii():

@@ -8,6 +8,7 @@ import random
 import struct
 import zlib
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
@@ -152,6 +153,21 @@ def test_a_data_url_that_is_still_in_the_body(encoding: str) -> None:
 
 def test_a_data_url_without_base64() -> None:
     assert read_data_url("data:image/png,%89PNG%0d", LIMITS) == b"\x89PNG\r"
+
+
+@pytest.mark.parametrize("plain", [0, 1, 2, 3])
+def test_escapes_across_the_borders_of_blocks(plain: int) -> None:
+    data = random.Random(plain).randbytes(150_000)
+    text = "a" * plain + "".join(f"%{byte:02X}" for byte in data)
+    assert read_data_url("data:image/png," + text, LIMITS) == b"a" * plain + data
+    assert read_data_url("data:image/png," + text + "%4", LIMITS) == unquote_to_bytes(text + "%4")
+
+
+def test_a_large_data_url_must_be_base64() -> None:
+    """Twenty million escapes took five gigabytes, and stopped every stream for six seconds."""
+    url = "data:image/png," + "%41" * (3 << 20)
+    with pytest.raises(ImageError, match="must be base64"):
+        read_data_url(url, ImageLimits())
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_cut_anywhere() -> None:
         f"multipart/form-data; boundary={'b' * 71}",
         "multipart/form-data; boundary*=utf-8''frontier",
         'multipart/form-data; boundary="\xfc"',
+        f"multipart/form-data; boundary=frontier; a={'b' * MAX_HEADER_BYTES}",
     ],
 )
 def test_boundaries_that_are_none(content_type: str) -> None:
