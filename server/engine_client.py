@@ -288,6 +288,7 @@ class EngineClient:
             # A tick that comes late was held up by this process, and heartbeats may be waiting to be read.
             if self.model is not None and now < due and now - self.last_heartbeat > self._live_seconds:
                 for inbox in [each for each in self._requests.values() if not each.accepted]:
+                    self.abort(inbox, -1)  # It may have the message, and come back.
                     self._refuse(inbox, Unavailable("The engine does not answer."), "unavailable")
 
     def _on_readable(self) -> None:

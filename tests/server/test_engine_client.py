@@ -424,6 +424,9 @@ def test_a_silent_runner_does_not_keep_requests_waiting_for_acceptance() -> None
         assert engine.num_requests == 1
         runner.step([request], [1])  # The one that was accepted is still there when the runner comes back.
         assert (await anext(accepted)).tokens == [1]
+        message, _ = await runner.receive()
+        assert isinstance(message, Generate)  # A runner that comes back does not run the other for nobody.
+        assert (await runner.receive())[0] == Abort(0, message.request)
 
     play(scenario, live_seconds=0.2)
 
