@@ -160,9 +160,9 @@ def _parse_content(content: Any, where: str, embeddings: EmbeddingMarkers | None
 
 
 def _parse_seen(content: list[Any], where: str, embeddings: EmbeddingMarkers | None) -> list[dict[str, str]]:
-    """Texts and images as a template takes them; embeddings become part of the text next to them."""
+    """Texts and images as a template takes them; embeddings and soft prompts become part of the text next to them."""
     items: list[dict[str, str]] = []
-    glues = False  # an embedding stands before
+    glues = False  # rows stand before
     for index, part in enumerate(content):
         if isinstance(part, dict) and part.get("type") == "image_url":
             if embeddings is None:
@@ -171,13 +171,13 @@ def _parse_seen(content: list[Any], where: str, embeddings: EmbeddingMarkers | N
             items.append({"type": "image"})
             glues = False
             continue
-        is_embedding = isinstance(part, dict) and part.get("type") == "prompt_embeds"
+        is_rows = isinstance(part, dict) and part.get("type") in ROW_PARTS
         text = _parse_part(part, f"{where}[{index}]", embeddings)
-        if items and items[-1]["type"] == "text" and (is_embedding or glues):
+        if items and items[-1]["type"] == "text" and (is_rows or glues):
             items[-1]["text"] += text
         else:
             items.append({"type": "text", "text": text})
-        glues = is_embedding
+        glues = is_rows
     return items
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from PIL import Image
 
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, VisionInfo
 from server.chat_template import ChatTemplate
+from server.conversation import parse_messages
+from server.embedding_markers import EmbeddingMarkers
 from server.embeddings import Rows
 from server.errors import APIError, InvalidRequest, UnsupportedParameter
 from server.image_fetch import ImageFetcher
@@ -165,6 +168,17 @@ def test_a_completion(api: tuple[Api, FakeEngine]) -> None:
     colours = [np.frombuffer(frame, np.float32) for frame in request.prompt.rows]
     assert np.allclose(colours, [np.asarray(picture(seed)).mean((0, 1)) for seed in (1, 2)])
     assert second.start == len(pieces[0]) + ROWS + len(pieces[1])
+
+
+@pytest.mark.parametrize("part", [{"type": "prompt_embeds", "data": "AAAA"}, {"type": "soft_prompt", "name": "poet"}])
+def test_rows_stay_in_the_text_around_them_beside_an_image(part: dict[str, Any]) -> None:
+    """Templates trim each text, or set texts apart."""
+    markers = EmbeddingMarkers(take_embeddings=True, image_marker="marker")
+    content = [image(), text("look "), part, text(" there")]
+    (message,) = parse_messages([{"role": "user", "content": content}], embeddings=markers)
+    kinds = [item["type"] for item in message["content"]]
+    assert kinds == ["image", "text"]
+    assert re.fullmatch("look \\w+ there", message["content"][1]["text"])
 
 
 def test_a_large_image_is_read_from_the_body(api: tuple[Api, FakeEngine]) -> None:
