@@ -11,7 +11,7 @@ from typing import Any
 
 from server.embeddings_schema import EmbeddingRequest
 from server.errors import ContextLengthExceeded, InvalidRequest
-from server.inputs import EncodedPart, Prompt, check_token_ids, decode_parts, encode_parts, encode_prompt
+from server.inputs import EncodedPart, Prompt, check_token_ids, decode_parts, encode_parts, encode_prompt, rows_at_least
 from server.segments import MAX_IMAGES, MAX_PARTS, ImagePart, parse_parts
 from server.services import Services
 from server.truncation import Truncation
@@ -36,7 +36,7 @@ async def embedding_prompts(request: EmbeddingRequest, services: Services) -> li
     for index, each in enumerate(inputs):
         where = f"input[{index}]" if is_batch else "input"
         prompt = await _begin(each, where, request, services, truncation)
-        total += _least_rows(prompt)
+        total += _least_rows(prompt, services)
         images += 0 if isinstance(prompt, Prompt) else sum(isinstance(part, ImagePart) for part in prompt)
         if images > MAX_IMAGES:
             raise InvalidRequest(f"input can have at most {MAX_IMAGES} images in all.", param="input")
@@ -106,7 +106,7 @@ async def _begin(
     return Prompt.from_token_ids(token_ids, where)
 
 
-def _least_rows(prompt: Prompt | list[EncodedPart]) -> int:
+def _least_rows(prompt: Prompt | list[EncodedPart], services: Services) -> int:
     if isinstance(prompt, Prompt):
         return len(prompt)
-    return sum(len(part) if isinstance(part, list) else 1 for part in prompt)
+    return sum(rows_at_least(part, services) for part in prompt)

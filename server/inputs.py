@@ -196,7 +196,7 @@ async def encode_parts(
             if isinstance(part, EmbeddingPart):
                 _check_hints(part.hints, services)
             encoded.append(part)
-            least_rows += _least_rows(part, services)
+            least_rows += rows_at_least(part, services)
             continue
         if isinstance(part, SoftPromptPart):
             rows = services.soft_prompts.get(part.name, part.where)
@@ -228,11 +228,11 @@ async def encode_parts(
 async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, param: str) -> Prompt:
     """The prompt that `encode_parts` has begun. Raises APIError."""
     # Each embedding part has one row at least, which a later one must not be decoded to learn.
-    num_rows = sum(_least_rows(part, services) for part in parts)
+    num_rows = sum(rows_at_least(part, services) for part in parts)
     segments: list[Segment] = []
     for part in parts:
         if isinstance(part, ImagePart):
-            least = _least_rows(part, services)
+            least = rows_at_least(part, services)
             image = await _load_image(part, services, services.model.max_model_len - num_rows + least)
             num_rows += image.num_rows - least
             segments.append(image)
@@ -247,7 +247,7 @@ async def decode_parts(parts: Sequence[EncodedPart], services: Services, *, para
     return Prompt(prompt_rows, param, token_ids)
 
 
-def _least_rows(part: EncodedPart, services: Services) -> int:
+def rows_at_least(part: EncodedPart, services: Services) -> int:
     """Of an embedding or an image, which are not decoded yet, as much as is known."""
     if isinstance(part, Rows | StoredRows):
         return part.num_rows

@@ -7,6 +7,7 @@ device), or the last position's. So embeddings share the batch, the chunks and t
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from runner.messages import HiddenRows, SamplingParams
 from server.batch import Batch, EngineRequest
 from server.embeddings_input import embedding_prompts
 from server.embeddings_schema import EmbeddingRequest
-from server.errors import EngineFailed, Unavailable, UnsupportedParameter
+from server.errors import EngineFailed, QueueFull, Unavailable, UnsupportedParameter
 from server.inputs import Prompt
 from server.openapi import json_body
 from server.pooling import Pooling, embedding_of
@@ -89,14 +90,30 @@ def _written(values: npt.NDArray[np.float32], *, as_text: bool) -> msgspec.Raw:
 async def _pool_all(prompts: list[Prompt], pooling: Pooling, salt: str, services: Services) -> list[bytes]:
     """Each prompt's pooled row; prompts are let go of on the way. Raises APIError, once nothing runs any more."""
     rows = [b""] * len(prompts)
-    numbers = iter(range(len(prompts)))
+    numbers = deque(range(len(prompts)))
+    working = min(_AT_ONCE, len(prompts))
+    done = 0
 
     async def work() -> None:
-        for number in numbers:
-            prompt, prompts[number] = prompts[number], Prompt.from_token_ids((), "")
-            rows[number] = await _pooled(prompt, pooling, salt, services)
+        """One after the other. Where there is no room beside this request's own, it has fewer at once, in the end one:
+        whether a key's limit lets 32 in or 2, its inputs get their turn."""
+        nonlocal working, done
+        while numbers:
+            number, before = numbers.popleft(), done
+            try:
+                rows[number] = await _pooled(prompts[number], pooling, salt, services)
+            except QueueFull:
+                if working == 1 and done == before:
+                    raise
+                numbers.appendleft(number)
+                if working > 1:
+                    break
+                continue
+            prompts[number] = Prompt.from_token_ids((), "")
+            done += 1
+        working -= 1
 
-    tasks = [asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(prompts)))]
+    tasks = [asyncio.ensure_future(work()) for _ in range(working)]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
+from server import embeddings_input
 from server.embeddings_input import MAX_INPUTS
-from server.errors import EngineFailed, QueueFull
+from server.errors import EngineFailed, QueueFull, Unavailable
+from server.generation import GenerationStream
 from server.long_strings import MIN_BYTES
 from server.pooling import Dimensions, as_float32, embedding_of, load_pooling
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
-from tests.server.fakes import MODEL, Api, FakeEngine, api, ids_of, say, services
+from tests.server.fakes import MODEL, Api, FakeEngine, StoreHarness, api, ids_of, say, services
 
 EMBEDDINGS, TOKENS = "/v1/embeddings", "/v1/token_embeddings"
 CONTEXT = MODEL.max_model_len
@@ -101,11 +103,55 @@ def test_what_the_engine_is_asked(default: str) -> None:
 
 def test_a_refusal_on_the_way_ends_the_request() -> None:
     """What was queued before is not left behind."""
-    engine = FakeEngine(say(""), refuse=[None, None, QueueFull("full")], hang=True)
+    engine = FakeEngine(say(""), refuse=[None, None, Unavailable("no")], hang=True)
     response = Api(services(engine)).post(EMBEDDINGS, {"input": [[5]] * 8})
-    assert response.status_code == 429
+    assert response.status_code == 503
     assert len(engine.submitted) >= 2
     assert all(each.aborted for each in engine.submitted)
+
+
+class NarrowEngine(FakeEngine):
+    """Takes so many requests at once, as for an API key with a limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(say(""))
+        self.limit, self.refused = limit, 0
+        self.streams: list[GenerationStream] = []
+
+    async def generate(self, *args: Any, **options: Any) -> GenerationStream:
+        if sum(not stream.has_ended for stream in self.streams) >= self.limit:
+            self.refused += 1
+            raise QueueFull("This API key may have few requests running at once.")
+        self.streams.append(await super().generate(*args, **options))
+        return self.streams[-1]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 40])
+def test_inputs_wait_for_each_other_where_a_key_has_few_at_once(limit: int) -> None:
+    """A batch of more inputs than the limit could never be answered otherwise."""
+    engine = NarrowEngine(limit)
+    response = Api(services(engine)).post(EMBEDDINGS, {"input": [[5] * (1 + each) for each in range(60)]})
+    if not limit:
+        assert response.status_code == 429
+        return
+    assert response.status_code == 200
+    assert sorted(len(each.prompt) for each in engine.submitted) == list(range(1, 61))
+    assert engine.refused <= 32
+    alone = Api(services(FakeEngine(say("")))).post(EMBEDDINGS, {"input": [[5] * (1 + each) for each in range(60)]})
+    assert response.json()["data"] == alone.json()["data"]
+
+
+def test_stored_rows_count_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming them costs a client nothing, however many they are."""
+    monkeypatch.setattr(embeddings_input, "MAX_TOTAL_ROWS", 9)
+    harness, engine = StoreHarness(), FakeEngine(say(""))
+    client = Api(services(engine, stored=harness.stored))
+    file = save({"rows": np.ones((5, HIDDEN_SIZE), np.float32)})
+    stored = client.post("/v1/prompt_embeds", content=file, headers={"content-type": "application/octet-stream"})
+    part = {"type": "prompt_embeds", "id": stored.json()["id"]}
+    assert client.post(EMBEDDINGS, {"input": [[part]]}).status_code == 200
+    error = client.post(EMBEDDINGS, {"input": [[part], [part]]}).json()["error"]
+    assert "at most 9 tokens in all" in error["message"]
 
 
 def test_tensors_in_fields_of_their_own() -> None:
