@@ -1,13 +1,15 @@
 """Requests whose images are still to be encoded. They wait here, in front of the scheduler, which sees only rows.
 
 Driven by the engine, once a step: at most one image is encoded between two steps, so that no sequence that decodes
-waits for more than one; clients take turns. The rows go to the host, for a preempted request is computed again, and a
-copy of them is kept for the next request with the same image.
+waits for more than one. As in the scheduler's queue lower priorities go first, and among equal ones clients take turns.
+The rows go to the host, for a preempted request is computed again, and a copy of them is kept for the next request with
+the same image.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class ImageEncoder:
     def __init__(self, vision: Vision, stream: Stream, cache_bytes: int = CACHE_BYTES) -> None:
         self._vision, self._stream = vision, stream
         self._waiting: dict[int, deque[Request]] = {}
-        """By client, whose turn it is first."""
+        """By client, whose turn it is first. Each by priority, then as they came."""
         self._encoding: _Encoding | None = None
         self.rows = ImageRows(cache_bytes)
         self.encoded = 0
@@ -60,7 +62,7 @@ class ImageEncoder:
 
     def add(self, request: Request) -> None:
         """A request with images. It comes out of `advance`."""
-        self._waiting.setdefault(request.client, deque()).append(request)
+        insort(self._waiting.setdefault(request.client, deque()), request, key=_priority)
 
     def get(self, key: Key) -> Request | None:
         """The request, if it waits here."""
@@ -78,17 +80,22 @@ class ImageEncoder:
             self._finish(self._encoding)
             self._encoding = None
         ready: list[Request] = []
+        lacking: dict[int, ImageInput] = {}
         for client, queue in list(self._waiting.items()):
             image = self._take_ready(queue, ready)
-            if image is not None and self._encoding is None:
-                self._encoding = self._begin(queue[0], image)
-                self._waiting[client] = self._waiting.pop(client)  # the others' turn
-            elif not queue:
+            if image is None:
                 del self._waiting[client]
+            else:
+                lacking[client] = image
+        if lacking:
+            client = min(lacking, key=lambda each: _priority(self._waiting[each][0]))  # of equals the first
+            self._encoding = self._begin(self._waiting[client][0], lacking[client])
+            self._waiting[client] = self._waiting.pop(client)  # the others' turn
         return ready
 
     def _take_ready(self, queue: deque[Request], ready: list[Request]) -> ImageInput | None:
-        """Moves those at the queue's head that have all their rows; returns the image that the next one lacks."""
+        """Moves those at the queue's head that have all their rows; returns the image that the next one lacks, if there
+        is a next one."""
         while queue:
             image = self._next_unknown(queue[0])
             if image is not None:
@@ -131,3 +138,7 @@ class ImageEncoder:
         if images and images[0] is encoding.image:  # else it was aborted
             encoding.request.set_rows(encoding.image.span, rows)
             del images[0]
+
+
+def _priority(request: Request) -> int:
+    return request.priority

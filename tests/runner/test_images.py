@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.block_hash import BlockHashes, TwoWaySpan, position_offset
+from runner.image_encoder import ImageEncoder
 from runner.images import ImageRows
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID, Generate, SamplingParams, Span, VisionInfo
 from runner.scheduler import Scheduler, _whole_spans
 from runner.sequence import InvalidRequest, Request
+from runner.stream import DeferredStream
+from runner.vision import Vision
 
 ROW_SIZE = 8
 FIXED = VisionInfo("gemma3", 3, two_way=True, pixel_shape=(1, 3, 2, 2), image_rows=4, max_rows=6)
@@ -226,3 +230,27 @@ def test_what_was_not_asked_for_goes_first() -> None:
     kept.put(b"d", np.zeros((31, 1), np.uint8))
     kept.put(b"a", images[b"b"])
     assert kept.get(b"d") is None and kept.get(b"a") is images[b"a"] and kept.num_bytes == 15
+
+
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """`vision.Vision`, as far as it is used: every image takes four rows."""
+
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(4, ROW_SIZE // 4)
+
+
+def test_lower_priorities_first_and_clients_in_turn() -> None:
+    encoder = ImageEncoder(cast(Vision, Encoder()), DeferredStream(), cache_bytes=0)
+    # (client, priority) of requests 0, 1, 2, …
+    for number, (client, priority) in enumerate([(0, 5), (0, 5), (1, 5), (0, 0), (1, 7), (2, -1)]):
+        request = make([IMAGE], FIXED, number=number)
+        request.client, request.priority = client, priority
+        encoder.add(request)
+    order = []
+    while encoder:
+        order += [request.key[1] for request in encoder.advance()]
+    assert order == [5, 3, 2, 0, 1, 4]
+    assert encoder.encoded == 6
