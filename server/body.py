@@ -36,10 +36,10 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise APIError(499, "The client closed the connection before the body was complete.") from None
     if len(body) <= _IN_PLACE_BYTES:
         return parse_object(body)
-    return await asyncio.to_thread(_parse_large, body)
+    return await asyncio.to_thread(parse_large, body)
 
 
-def _parse_large(body: bytearray) -> dict[str, Any]:
+def parse_large(body: bytearray) -> dict[str, Any]:
     """`parse_object`, with embeddings as `LongString`s."""
     cut = CutBody(body)
     value = parse_object(cut.rest)

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from server.attachments import attach
-from server.body import parse_object, read_json
+from server.body import parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, read_fields
 
@@ -78,4 +78,4 @@ async def _take_json(fields: Fields) -> dict[str, Any]:
         raise InvalidRequest(f"The multipart body must have a field {JSON_FIELD} with the JSON.", param=JSON_FIELD)
     if len(data) <= _IN_PLACE_BYTES:
         return parse_object(data)
-    return await asyncio.to_thread(parse_object, data)
+    return await asyncio.to_thread(parse_large, data)
