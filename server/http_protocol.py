@@ -122,6 +122,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if not self.pipeline:
                 self._answering = self.cycle
             self._offer_writer()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -277,4 +279,28 @@ class CycleWriter:
     def write_now(self, data: bytes) -> None:
         # Writing to a closed one raises, and what others are to be sent waits behind this.
         if data and not self._cycle.disconnected and not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            is_chunked = self._cycle.chunked_encoding
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+
+class Unframed:
+    """`RequestResponseCycle.send` for HTTP/1.0, which knows no chunks: an answer of unknown length is written as it is
+    and ends with the connection. (uvicorn would send chunks, and their sizes would be read as content.)"""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._is_unframed = False
+
+    async def send(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_unframed = not cycle.response_started and not names & {b"content-length", b"transfer-encoding"}
+            if self._is_unframed:
+                # What has a head only is neither framed nor written by it.
+                cycle.scope = {**cycle.scope, "method": "HEAD"}
+        elif self._is_unframed and (body := message.get("body", b"")):
+            await cycle.flow.drain()
+            if not cycle.disconnected and not cycle.transport.is_closing():
+                cycle.transport.write(body)
+        await self._send(message)

@@ -103,6 +103,22 @@ def test_a_refused_head_is_not_followed_by_another_request(server: ServerProcess
     assert "route=/v1/models/{model_id:path}" not in server.stderr
 
 
+@pytest.mark.parametrize("keep", [b"", b"Connection: keep-alive\r\n"])
+def test_http_1_0_knows_no_chunks(server: ServerProcess, keep: bytes) -> None:
+    """RFC 9112, 6.1: no transfer coding where the request is HTTP/1.0. A stream ends with its connection."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 5, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\n%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+        connection.sendall(head % (keep, len(body)) + body)
+        answer_head, _, events = stream.read().partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer_head and b"connection: close" in answer_head
+    lines = events.split(b"\n\n")
+    assert all(line.startswith(b"data: ") for line in lines[:-1]) and lines[-2:] == [b"data: [DONE]", b""]
+    assert len(lines) > 2
+    with server.client() as client:
+        assert client.post("/v1/completions", json=json.loads(body)).text.count("data: ") == len(lines) - 1
+
+
 def test_heads_are_counted_one_by_one_on_a_connection(server: ServerProcess) -> None:
     with server.client() as client:
         for _ in range(40):
