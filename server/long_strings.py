@@ -65,6 +65,8 @@ class CutBody:
     def put_back(self, value: dict[str, Any]) -> bool:
         """Put every long string where its place is in `value`, which `rest` was parsed to. False if there is one
         somewhere else: nobody there knows what to do with it."""
+        if not self._strings:
+            return True  # of a body that is a million token ids, say: none of them is looked at
         count = self._member(value, "data") + self._member(value, "prompt_embeds")
         parts = [*_parts(value.get("prompt")), *_parts(value.get("input"))]
         for message in _objects(value.get("messages")):
@@ -81,7 +83,7 @@ class CutBody:
         if isinstance(value, str) and value in self._strings:
             holder[name] = self._strings[value]
             return 1
-        if not self._strings or not isinstance(value, list):
+        if not isinstance(value, list):
             return 0
         strings = [self._strings.get(each) if isinstance(each, str) else None for each in value]
         holder[name] = [each if string is None else string for each, string in zip(value, strings, strict=True)]
@@ -93,7 +95,8 @@ def _parts(prompt: Any) -> Iterator[dict[str, Any]]:
     if isinstance(prompt, list):
         yield from _objects(prompt)
         for each in prompt:
-            yield from _objects(each)
+            if isinstance(each, list):
+                yield from _objects(each)
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
