@@ -295,9 +295,10 @@ class Unframed:
         cycle = self._cycle
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
-            self._is_unframed = not cycle.response_started and not names & {b"content-length", b"transfer-encoding"}
+            has_body = not cycle.response_started and cycle.scope["method"] != "HEAD"
+            self._is_unframed = has_body and not names & {b"content-length", b"transfer-encoding"}
             if self._is_unframed:
-                # What has a head only is neither framed nor written by it.
+                # Of what is a head only, uvicorn neither frames nor writes a body.
                 cycle.scope = {**cycle.scope, "method": "HEAD"}
         elif self._is_unframed and (body := message.get("body", b"")):
             await cycle.flow.drain()
