@@ -184,7 +184,9 @@ def test_a_connection_that_was_closed_keeps_nothing_from_others() -> None:
         loop = asyncio.get_running_loop()
         writes, open_one, closed_one = Writes(loop), Connection(closed=False), Connection(closed=True)
         for transport in (closed_one, open_one):
-            cycle = SimpleNamespace(transport=transport, flow=FlowControl(transport), disconnected=False)
+            cycle = SimpleNamespace(
+                transport=transport, flow=FlowControl(transport), disconnected=False, chunked_encoding=True
+            )
             CycleWriter(SimpleNamespace(writes=writes), cycle).write(b"data: x\n\n")  # type: ignore[arg-type]
         assert open_one.sent == b"", "they are written together"
         await asyncio.sleep(0)
