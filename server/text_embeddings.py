@@ -63,7 +63,8 @@ async def _embed(body: Mapping[str, Any], services: Services) -> Response:
     normalize, as_text = request.normalize is not False, request.encoding_format == "base64"
     salt = request.cache_salt or ""
     del request
-    release_body()
+    if not any(span.pixels for prompt in prompts for span in prompt.rows.spans):
+        release_body()  # images are held until they have had their turn
     tokens = sum(map(len, prompts))
     rows = await _pool_all(prompts, pooling, salt, services)
 

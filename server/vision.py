@@ -22,9 +22,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from runner.messages import DIGEST_BYTES, VisionInfo
-from server.errors import ContextLengthExceeded, InvalidRequest
+from server.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from server.image_fetch import ImageFetcher
 from server.image_file import ImageError, ImageLimits, beginning, decode_image, read_data_url
+from server.request_context import current_request
 from server.segments import ImagePart
 from server.tokenizer import Tokenizer
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 """An image takes up to half a gigabyte while it is prepared."""
+MAX_HELD_BYTES = 2 << 30
+"""Of prepared images that the runner has not taken yet: a file of 40 kB may become 300 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class Vision:
         self.layout, self.info = layout, info
         self._processor, self._fetcher, self._limits = processor, fetcher, limits
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="image")
+        self.held = 0
+        """Bytes of prepared images, until their requests let go of them."""
         # Takes the placeholder's place in the chat template (`image_template`), so that no text that a client writes
         # can be one. Never shown to anybody.
         self.marker = f"i{secrets.token_hex(16)}z"
@@ -112,17 +117,45 @@ class Vision:
         return max(self.info.image_rows, 1)
 
     async def load_image(self, part: ImagePart, max_rows: int) -> PreparedImage:
-        """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
+        """Raises InvalidRequest, ContextLengthExceeded for more than `max_rows`, or QueueFull."""
         loop = asyncio.get_running_loop()
+        self._check_room(0)
         try:
             if beginning(part.url)[:5].lower() == "data:":
-                return await loop.run_in_executor(self._threads, self._from_data_url, part.url, max_rows)
-            data = await self._fetcher.fetch(part.url)
-            return await loop.run_in_executor(self._threads, self._from_file, data, max_rows)
+                image = await loop.run_in_executor(self._threads, self._from_data_url, part.url, max_rows)
+            else:
+                data = await self._fetcher.fetch(part.url)
+                image = await loop.run_in_executor(self._threads, self._from_file, data, max_rows)
         except TooManyImageRows as error:
             raise ContextLengthExceeded(f"{part.where}: {error}.", param=part.where) from None
         except ImageError as error:
             raise InvalidRequest(f"{part.where}: {error}.", param=part.where, code="invalid_image") from None
+        self._hold(image.pixels.nbytes)
+        return image
+
+    def _check_room(self, nbytes: int) -> None:
+        if self.held and self.held + nbytes > MAX_HELD_BYTES:
+            raise QueueFull("Too many images are on their way to the engine.")
+
+    def _hold(self, nbytes: int) -> None:
+        """Until the request that is being answered lets go of its body and what was made of it, or is over."""
+        context = current_request.get()
+        if context is None:
+            return
+        self._check_room(nbytes)
+        self.held += nbytes
+        held, release_body = [nbytes], context.release_body
+
+        def let_go() -> None:
+            while held:
+                self.held -= held.pop()
+
+        def release() -> None:
+            release_body()
+            let_go()
+
+        context.release_body = release
+        context.on_end.append(let_go)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

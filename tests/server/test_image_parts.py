@@ -19,12 +19,13 @@ from server.chat_template import ChatTemplate
 from server.conversation import parse_messages
 from server.embedding_markers import EmbeddingMarkers
 from server.embeddings import Rows
-from server.errors import APIError, InvalidRequest, UnsupportedParameter
+from server.errors import APIError, InvalidRequest, QueueFull, UnsupportedParameter
 from server.image_fetch import ImageFetcher
 from server.image_file import ImageLimits
 from server.image_parts import laid_out
 from server.image_template import ImageTemplate
 from server.prompt import PromptRows
+from server.request_context import RequestContext, current_request
 from server.segments import EmbeddingPart, IdsPart, ImagePart, Part, TextPart, parse_parts
 from server.tokenizer import Tokenizer
 from server.vision import Layout, PreparedImage, Vision
@@ -197,6 +198,32 @@ def test_a_large_image_is_read_from_the_body(api: tuple[Api, FakeEngine]) -> Non
     bad = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x" * 300_000}]}]}
     answer = client.post("/v1/chat/completions", bad)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].image_url")
+
+
+def test_prepared_images_are_bounded_until_requests_let_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes of a file become megabytes, and many requests may be at that at once."""
+    seen = vision()
+    monkeypatch.setattr("server.vision.MAX_HELD_BYTES", 30)  # each of these takes 12
+
+    async def main() -> None:
+        first, second = RequestContext("a"), RequestContext("b")
+        part = ImagePart(image()["image_url"]["url"], "prompt[0]")
+        for context in (first, second):
+            current_request.set(context)
+            await seen.load_image(part, 100)
+        assert seen.held == 24
+        with pytest.raises(QueueFull):
+            await seen.load_image(part, 100)
+        first.release_body()
+        assert seen.held == 12
+        await seen.load_image(part, 100)
+        first.end()
+        assert seen.held == 24
+        second.end()
+        assert seen.held == 0
+
+    asyncio.run(main())
+    seen.close()
 
 
 def test_equal_images_have_equal_digests() -> None:
