@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 """An image takes up to half a gigabyte while it is prepared."""
+_FETCHED_AT_ONCE = 32
+"""Images by URL that are being fetched, or wait here to be prepared: each may be 20 MiB, for a request of no size."""
 MAX_HELD_BYTES = 2 << 30
 """Of prepared images that the runner has not taken yet: a file of 40 kB may become 300 MB."""
 
@@ -77,6 +79,7 @@ class Vision:
         self.layout, self.info = layout, info
         self._processor, self._fetcher, self._limits = processor, fetcher, limits
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="image")
+        self._fetching = asyncio.Semaphore(_FETCHED_AT_ONCE)
         self.held = 0
         """Bytes of prepared images, until their requests let go of them."""
         # Takes the placeholder's place in the chat template (`image_template`), so that no text that a client writes
@@ -124,8 +127,9 @@ class Vision:
             if beginning(part.url)[:5].lower() == "data:":
                 image = await loop.run_in_executor(self._threads, self._from_data_url, part.url, max_rows)
             else:
-                data = await self._fetcher.fetch(part.url)
-                image = await loop.run_in_executor(self._threads, self._from_file, data, max_rows)
+                async with self._fetching:
+                    data = await self._fetcher.fetch(part.url)
+                    image = await loop.run_in_executor(self._threads, self._from_file, data, max_rows)
         except TooManyImageRows as error:
             raise ContextLengthExceeded(f"{part.where}: {error}.", param=part.where) from None
         except ImageError as error:

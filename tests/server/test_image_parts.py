@@ -226,6 +226,30 @@ def test_prepared_images_are_bounded_until_requests_let_go_of_them(monkeypatch: 
     seen.close()
 
 
+def test_so_many_are_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.vision._FETCHED_AT_ONCE", 3)
+    seen, running, most = vision(), 0, 0
+    buffer = io.BytesIO()
+    picture(0).save(buffer, "png")
+
+    async def fetch(url: str) -> bytes:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return buffer.getvalue()
+
+    monkeypatch.setattr(seen._fetcher, "fetch", fetch)
+
+    async def main() -> None:
+        await asyncio.gather(*(seen.load_image(ImagePart("https://a/b", "prompt[0]"), 100) for _ in range(10)))
+
+    asyncio.run(main())
+    assert most == 3
+    seen.close()
+
+
 def test_equal_images_have_equal_digests() -> None:
     seen = vision()
     rows = [seen.prepare(picture(seed), 100) for seed in (1, 1, 2)]
