@@ -6,6 +6,7 @@ head, its attention or its rope can't be driven this way; it is never run wrong.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -216,6 +217,8 @@ class _Head(nn.Module):
 
 def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
     """The model's own configuration. Raises `UnsupportedModel` where there is none that can be read."""
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():  # No hub id looks like that.
+        raise UnsupportedModel(f"can't read the configuration of model {path!r}: there is no such folder")
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

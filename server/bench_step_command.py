@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="ROWS", help="rows of one step (default: by device)")
     add("--attention-backend", choices=("auto", "sdpa", "triton"), default="auto", help="(default: auto)")
     add("--enforce-eager", action="store_true", help="never capture CUDA graphs (default: off)")
-    add(
-        "--decode", type=_sizes, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], metavar="N,N", help="sequences that decode"
-    )
-    add("--prefill", type=_sizes, default=[128, 512, 2048, 8192], metavar="N,N", help="rows of whole prompts")
+    text = "sequences that decode (default: 1,2,4,8,16,32,64,128,256)"
+    add("--decode", type=_sizes, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], metavar="N,N", help=text)
+    text = "rows of whole prompts (default: 128,512,2048,8192)"
+    add("--prefill", type=_sizes, default=[128, 512, 2048, 8192], metavar="N,N", help=text)
     add("--context", type=int, default=512, metavar="ROWS", help="of each sequence that decodes (default: 512)")
     text = "memory bandwidth that floors are reckoned with (default: 4.3 TB/s, one H200's; 0: no floors)"
     add("--peak-tb-s", type=float, default=4.3, metavar="X", help=text)

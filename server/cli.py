@@ -48,15 +48,18 @@ def build_parser() -> argparse.ArgumentParser:
         # The flags are listed below it; twice is too much.
         usage = f"intarsia {command.name} [flags] {command.operands}".rstrip()
         sub = commands.add_parser(command.name, usage=usage, help=command.help, allow_abbrev=False)
+        sub.set_defaults(run=command.run, parser=sub)
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; argparse exits with 2 by itself on wrong usage."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    subparser: argparse.ArgumentParser = vars(arguments).pop("parser", parser)
+    if unknown:
+        subparser.error(f"unrecognized arguments: {' '.join(unknown)}")  # With the usage of what was asked for.
     if arguments.version:
         from server.probes import package_version
 

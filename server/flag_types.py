@@ -135,6 +135,11 @@ def readable(name: str) -> str:
         invalid(f"cannot read {name}: {error.strerror}")
 
 
+def chat_template(text: str) -> str:
+    """A file that can be read, or a template: only that has braces. Known before the model is loaded."""
+    return text if "{" in text else readable(text)
+
+
 def origin(text: str) -> str:
     """Of web pages, as browsers write it: in lower case, without a path and without the scheme's own port."""
     url = urlsplit(text)

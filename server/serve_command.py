@@ -10,6 +10,7 @@ from typing import Any
 
 from server.config import DEFAULT_MODEL_NAME, ServerConfig
 from server.flag_types import api_key as _api_key
+from server.flag_types import chat_template as _chat_template
 from server.flag_types import fraction as _fraction
 from server.flag_types import http_url as _http_url
 from server.flag_types import integer as _integer
@@ -264,6 +265,7 @@ def _add_presentation(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--chat-template",
+        type=_chat_template,
         metavar="FILE",
         help="Jinja template for chat messages, a file or the template itself (default: the model's own)",
     )
@@ -411,8 +413,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory-bytes",
         type=_size(1),
         metavar="BYTES",
-        help="size of the KV cache; K, M and G are understood (default: what the utilization leaves; on the CPU, by"
-        " the machine's memory)",
+        help="size of the KV cache; K, M and G are understood (default: what the utilization leaves; on the CPU,"
+        " 512Mi, or less where all slots need less)",
     )
     add(
         "--enable-prefix-caching",

@@ -179,6 +179,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.Capt
         run(config(tmp_path))
     assert run_verify(config(tmp_path)) == 3
     assert "can't read the configuration" in capsys.readouterr().err
+    assert run_verify(config(tmp_path / "mistyped")) == 3
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_the_exit_status_says_it(

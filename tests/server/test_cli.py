@@ -40,7 +40,10 @@ def test_the_defaults_are_the_runners_own() -> None:
         ("--api-key a --api-key b", {"api_keys": ("a", "b")}),
         ("--served-model-name a b --served-model-name c", {"served_model_name": ("a", "b", "c")}),
         ("--max-body-bytes 5Mi --shutdown-timeout 1.5", {"max_body_bytes": 5 << 20, "shutdown_timeout": 1.5}),
-        ("--chat-template x --generation-config none", {"chat_template": "x", "generation_config": "none"}),
+        (
+            f"--chat-template {__file__} --generation-config none",
+            {"chat_template": __file__, "generation_config": "none"},
+        ),
         ("--no-enable-prompt-embeds", {"enable_prompt_embeds": False}),
         (
             "--tool-call-parser hermes --reasoning-parser none",
@@ -64,6 +67,7 @@ def test_the_defaults_are_the_runners_own() -> None:
         ),
         ("--async-scheduling --debug-checks", {"async_scheduling": True, "debug_checks": True}),
         ("--log-level debug", {"log_level": "debug"}),
+        ("--chat-template {{messages}}", {"chat_template": "{{messages}}"}),
         ("--tensor-parallel-size 1 --kv-cache-dtype auto", {}),
         (
             "--cors-origin https://a.example --cors-origin http://localhost:3000",
@@ -123,11 +127,21 @@ def test_help_is_grouped_and_states_every_default(capsys: pytest.CaptureFixture[
         ("--ssl-certfile /nowhere", "cannot read /nowhere"),
         (f"--ssl-keyfile {__file__}", "--ssl-keyfile needs --ssl-certfile"),
         (f"--ssl-ca-certs {__file__}", "--ssl-ca-certs needs --ssl-certfile"),
+        ("--chat-template /nowhere", "cannot read /nowhere"),
         ("--max-model 5", "unrecognized arguments"),  # No abbreviations: they change meaning when flags are added.
     ],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
     assert words in usage_error(capsys, *flags.split())
+
+
+def test_usage_is_that_of_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "bench serve", "bench step", "verify", "healthcheck"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--nowhere"])
+        first, last = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"usage: intarsia {command} [flags]")
+        assert last == f"intarsia {command}: error: unrecognized arguments: --nowhere"
 
 
 def test_an_empty_api_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

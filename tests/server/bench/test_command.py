@@ -202,7 +202,7 @@ def test_a_wrong_key(capsys: pytest.CaptureFixture[str], server: ServerProcess) 
         ("--output /nowhere/x", "can't write"),
         ("--url ftp://x", "URL of a server"),
         ("--concurrency 0", "between 1"),
-        ("--concur 5", "unrecognized arguments"),
+        ("--concur 5", "intarsia bench serve: error: unrecognized arguments: --concur 5"),
     ],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
