@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from server.request_context import current_request
 
@@ -206,12 +207,21 @@ async def _api_error(_: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     """What the framework raises by itself: unknown routes, wrong methods, bodies that it cannot parse."""
     assert isinstance(error, HTTPException)  # noqa: S101
-    message, code = str(error.detail), None
-    if error.status_code in (404, 405):
-        message = f"There is no route {bounded(request.method, 20)} {bounded(request.url.path, 200)} here."
-        code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    message, code, headers = str(error.detail), None, dict(error.headers or {})
+    method, path = bounded(request.method, 20), bounded(request.url.path, 200)
+    if error.status_code == 404:
+        message, code = f"There is no route {method} {path} here.", "not_found"
+    elif error.status_code == 405:
+        headers["Allow"] = ", ".join(_methods(request))
+        message, code = f"{path} takes {headers['Allow']}, not {method}.", "method_not_allowed"
     kind = SERVER_ERROR if error.status_code >= 500 else INVALID_REQUEST
-    return APIError(error.status_code, message, type=kind, code=code, headers=error.headers).response()
+    return APIError(error.status_code, message, type=kind, code=code, headers=headers).response()
+
+
+def _methods(request: Request) -> Sequence[str]:
+    """What may be asked of the request's path. The framework knows only the first of the routes that have it."""
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

@@ -136,6 +136,15 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
     assert answer.status_code == 405
     assert answer.headers["allow"] == "POST"
     assert error_of(answer)["code"] == "method_not_allowed"
+    assert error_of(answer)["message"] == "/validate takes POST, not GET."
+
+
+def test_every_method_of_a_path_is_allowed(client: TestClient) -> None:
+    """RFC 9110, 15.5.6: Allow lists all of them, also where they are several routes."""
+    for method in ("GET", "DELETE"):
+        client.app.add_api_route("/both", lambda: None, methods=[method])  # type: ignore[attr-defined]
+    answer = client.post("/both")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
 
 
 @pytest.mark.parametrize(
