@@ -20,10 +20,18 @@ _IN_PLACE_BYTES = 256 * 1024
 """Bodies up to this size take less time to parse than a thread takes to wake up."""
 
 
+def media_type_of(request: Request) -> str:
+    """Without its parameters, in lower case. Raises UnsupportedMediaType for a body that is compressed: it could be
+    a thousand times as large as what the body limit counts."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("Bodies must not be compressed: Content-Encoding is not supported.")
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as an object. Raises APIError: 415 for another content type, 400 for anything but a JSON object, and
     whatever the body limit raises while the body is read."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = media_type_of(request)
     if media_type != "application/json":
         raise UnsupportedMediaType("The content type must be application/json.")
     body = bytearray()

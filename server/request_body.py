@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from server.attachments import attach
-from server.body import parse_large, parse_object, read_json
+from server.body import media_type_of, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, read_fields
 
@@ -25,7 +25,7 @@ _IN_PLACE_BYTES = 64 * 1024
 
 async def read_request(request: Request) -> dict[str, Any]:
     """The request's JSON object; where it came with tensors, they are in its parts. Raises APIError."""
-    media_type = _media_type(request)
+    media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
         fields = await read_fields(_chunks(request), request.headers["content-type"])
         body = await _take_json(fields)
@@ -38,7 +38,7 @@ async def read_request(request: Request) -> dict[str, Any]:
 
 async def read_upload(request: Request) -> tuple[dict[str, Any], bytearray]:
     """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
-    media_type = _media_type(request)
+    media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
         fields = await read_fields(_chunks(request), request.headers["content-type"])
         body = await _take_json(fields) if JSON_FIELD in fields else {}
@@ -55,10 +55,6 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], bytearray]:
     async for chunk in _chunks(request):
         payload += chunk
     return {}, payload
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:

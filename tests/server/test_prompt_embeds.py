@@ -172,6 +172,14 @@ BAD_UPLOADS: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "NaN": ({"content": payload(1, float("nan")), "headers": RAW}, 400, "file"),
     "more rows than the context": ({"content": payload(129), "headers": RAW}, 400, "file"),
     "JSON": ({"content": b"{}", "headers": {"Content-Type": "application/json"}}, 415, None),
+    "compressed": (
+        {
+            "content": payload(1),
+            "headers": {"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"},
+        },
+        415,
+        None,
+    ),
     "no type": ({"content": payload(1)}, 415, None),
     "no field": ({"files": {"request": b"{}"}}, 400, "request"),
     "two fields": ({"files": {"a": payload(1), "b": payload(1)}}, 400, "request"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -20,6 +21,7 @@ from tests.server.test_completions import embedding
 
 BOUNDARY = "frontier"
 CONTENT_TYPE = f"multipart/form-data; boundary={BOUNDARY}"
+JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -152,6 +154,15 @@ def test_other_types_are_refused() -> None:
     for kind in ("application/x-www-form-urlencoded", "multipart/mixed; boundary=b", "text/plain", ""):
         response = api.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
         assert response.status_code == 415, kind
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_compressed_bodies_are_refused(path: str) -> None:
+    api = Api(services(FakeEngine(say(""))))
+    for coding in ("gzip", "br", "identity"):
+        response = api.post(path, content=gzip.compress(b"{}"), headers={"Content-Encoding": coding, **JSON})
+        assert ("Content-Encoding" in response.text) == (coding != "identity")
+        assert response.status_code == (400 if coding == "identity" else 415)
 
 
 def form(body: dict[str, Any], data: bytes) -> bytes:
