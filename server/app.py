@@ -37,7 +37,8 @@ def create_app(
 ) -> FastAPI:
     """The application. Its API routes find what they work with in `app.state.services`, which `serve` sets before it
     lets requests in (`lifecycle.loaded`)."""
-    app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False)
+    # No /docs and /redoc: these pages run scripts of a CDN's in this server's origin. /openapi.json is there.
+    app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(probes_router(lifecycle, engine.metrics))
     routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)

@@ -79,7 +79,13 @@ def test_credentials_of_the_browser_are_never_allowed(opened: ServerProcess) -> 
 
 
 def test_every_answer_says_what_it_is(opened: ServerProcess) -> None:
-    for path, headers in (("/livez", {}), ("/v1/models", {}), ("/v1/models", KEY), ("/nowhere", KEY), ("/docs", KEY)):
+    for path, headers in (
+        ("/livez", {}),
+        ("/v1/models", {}),
+        ("/v1/models", KEY),
+        ("/nowhere", KEY),
+        ("/openapi.json", KEY),
+    ):
         answer = httpx.get(opened.base + path, headers=headers)
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["x-frame-options"] == "DENY"
