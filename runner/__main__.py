@@ -45,6 +45,7 @@ def main() -> None:
     from runner.limits import BadConfiguration
     from runner.model import UnsupportedModel
 
+    _keep_to_lines(config)
     try:
         engine = Engine.load(config, endpoint.emit, endpoint.set_stage)
     except (UnsupportedModel, BadConfiguration, DefaultModelError, torch.OutOfMemoryError) as error:
@@ -61,6 +62,18 @@ def main() -> None:
         logging.getLogger(__name__).exception("the engine died")
         endpoint.set_failed(f"the engine died: {type(error).__name__}")
         _exit(endpoint, EXIT_ENGINE_DIED)
+
+
+def _keep_to_lines(config: RunnerConfig) -> None:
+    """Has the libraries that load models write to the log as we do, and draw progress bars for a terminal only."""
+    import huggingface_hub.utils
+    import transformers.utils.logging
+
+    if config.log_format == "json" or not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+        huggingface_hub.utils.disable_progress_bars()
+    transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.enable_propagation()
 
 
 def _exit(endpoint: Endpoint, status: int) -> NoReturn:

@@ -333,7 +333,8 @@ class EngineClient:
             self._answered = True
             if message.stage != self.stage:  # Each greeting is answered.
                 self.stage = message.stage
-                logger.info("loading: %s", message.stage)
+                if self._worker == 0:  # All of them are told.
+                    logger.info("loading: %s", message.stage)
         else:
             self._on_failed(message)
 
