@@ -132,6 +132,12 @@ def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings
             param=f"{where}.part",
         )
     data = part.get("data")
+    if data is None:
+        raise InvalidRequest(
+            f"{where} must have data (a tensor file in base64), part (a field of a multipart body) or id (of a stored"
+            " embedding).",
+            param=f"{where}.data",
+        )
     if isinstance(data, Attachment):
         return EmbeddingPart(data, f"{where}.part", hints)
     if not isinstance(data, str):
