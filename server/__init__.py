@@ -1,1 +1,1 @@
-"""What a client sees: HTTP, wire formats, text in and out. Imports `runner.messages` and nothing else of `runner`."""
+"""What a client sees: HTTP, wire formats, text in and out. Of `runner` it imports `messages` and `config` only."""

@@ -33,6 +33,8 @@ from tests.server.harness import ROOT
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "prompt_embeds.md").read_text()
 TOKENS = 24
+CAPITAL = ("The capital of", " France", " is")
+"""What most examples ask; the default model knows it."""
 
 # An example's language, and what only it has.
 ROWS = ("python", "def embedding")
@@ -136,12 +138,12 @@ def folder(server: RealServer, llama: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_curl(server: RealServer, llama: Path, folder: Path) -> None:
     body = run_shell(source(PAGE, CURL, server, llama), folder)
-    assert body["choices"][0]["text"] == answer_to(llama, "What is the", " capital of France", "?")
+    assert body["choices"][0]["text"] == answer_to(llama, *CAPITAL)
 
 
 def test_openai_client(server: RealServer, llama: Path, folder: Path) -> None:
     out, _ = run_python(source(PAGE, OPENAI, server, llama), folder)
-    assert out == answer_to(llama, "What is the", " capital of France", "?") + "\n"
+    assert out == answer_to(llama, *CAPITAL) + "\n"
 
 
 def test_chat(server: RealServer, llama: Path, folder: Path) -> None:
@@ -162,7 +164,7 @@ def test_form_and_store(server: RealServer, llama: Path, folder: Path) -> None:
     """The second uses the file of the first."""
     for example in (FORM, STORED):
         body = run_shell(source(PAGE, example, server, llama), folder)
-        assert body["choices"][0]["text"] == answer_to(llama, "What is the", " capital of France", "?")
+        assert body["choices"][0]["text"] == answer_to(llama, *CAPITAL)
 
 
 def test_what_an_upload_answers(server: RealServer, llama: Path) -> None:
@@ -178,7 +180,7 @@ def test_what_an_upload_answers(server: RealServer, llama: Path) -> None:
 def test_our_client(server: RealServer, llama: Path, folder: Path) -> None:
     """The same answer twice, whole and streamed."""
     out, _ = run_python(source(PAGE, OUR_CLIENT, server, llama), folder)
-    expected = answer_to(llama, "What is the", " capital of France", "?")
+    expected = answer_to(llama, *CAPITAL)
     assert out == f"{expected}\n{expected}"
 
 
