@@ -1,5 +1,5 @@
-"""The messages between an API process (a *worker*) and the runner: with `config` the only part of `runner` that `server`
-imports.
+"""The messages between an API process (a *worker*) and the runner: beside `config` the only part of `runner` that
+`server` imports.
 
 Transport: ZeroMQ over unix sockets in a private folder. The runner binds one PULL socket for every worker's messages;
 each worker binds one PULL socket of its own and names it in `Hello`. Every message is one msgpack frame (a tagged
