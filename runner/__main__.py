@@ -66,12 +66,12 @@ def main() -> None:
 
 def _keep_to_lines(config: RunnerConfig) -> None:
     """Has the libraries that load models write to the log as we do, and draw progress bars for a terminal only."""
-    import huggingface_hub.utils
     import transformers.utils.logging
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if config.log_format == "json" or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
 

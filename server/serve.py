@@ -168,7 +168,8 @@ class _Server:
         lifecycle = self._worker.lifecycle
         lifecycle.draining = True
         self._pool.drain()
-        logger.info("draining: %d requests in flight in the first process", lifecycle.in_flight)
+        where = " in the first process" if self._config.api_workers > 1 else ""
+        logger.info("draining: requests in flight%s: %d", where, lifecycle.in_flight)
         idle = asyncio.gather(lifecycle.idle(), self._pool.idle())
         await asyncio.wait({idle, *ends}, timeout=self._config.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED)
         broken = any(end.done() for end in ends)

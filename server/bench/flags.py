@@ -111,7 +111,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     text = "the rate rises or falls to this, linearly"
     add("--ramp-to", type=real(1e-6, 1e6), metavar="RATE", help=with_default(text, "it stays"))
     text = "gaps between requests: all the same, or random"
-    add("--arrivals", choices=("constant", "poisson", "gamma"), default="poisson", help=with_default(text, "poisson"))
+    add("--arrivals", choices=("constant", "poisson", "gamma"), help=with_default(text, "poisson"))
     text = "shape of gamma-distributed gaps: below 1 in bursts, 1 is poisson, above 1 more even"
     add("--burstiness", type=real(1e-3, 1e6), metavar="SHAPE", help=with_default(text, 1))
     text = "open loop: send for so long, instead of --num-requests"

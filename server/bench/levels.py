@@ -18,13 +18,13 @@ _DEFAULT_SECONDS = 60.0
 def build_levels(flags: argparse.Namespace, source: Source) -> list[Level]:
     """Raises UsageError where flags don't fit together."""
     available = source.available
+    for name in ("ramp_to", "arrivals", "burstiness", "duration"):
+        if flags.request_rate is None and getattr(flags, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs --request-rate")
     if flags.sweep is not None:
         return [_closed(flags, concurrency, available) for concurrency in _sweep(flags)]
     if flags.request_rate is not None:
         return [_open(flags, available)]
-    for name in ("ramp_to", "burstiness", "duration"):
-        if getattr(flags, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} needs --request-rate")
     if source.times is not None:
         return [_replay(flags, source.times)]
     return [_closed(flags, flags.concurrency or 1, available)]
@@ -70,7 +70,7 @@ def _open(flags: argparse.Namespace, available: int) -> Level:
 def build_arrivals(flags: argparse.Namespace) -> Arrivals:
     if flags.burstiness is not None and flags.arrivals != "gamma":
         raise UsageError("--burstiness needs --arrivals gamma")
-    burstiness = {"constant": None, "poisson": 1.0, "gamma": flags.burstiness or 1.0}[flags.arrivals]
+    burstiness = {"constant": None, "poisson": 1.0, "gamma": flags.burstiness or 1.0}[flags.arrivals or "poisson"]
     return Arrivals(flags.request_rate, flags.ramp_to, burstiness, flags.seed)
 
 

@@ -191,6 +191,8 @@ def test_a_wrong_key(capsys: pytest.CaptureFixture[str], server: ServerProcess) 
         ("--sweep 1 --concurrency 2", "--sweep excludes"),
         ("--ramp-to 5", "needs --request-rate"),
         ("--duration 5", "needs --request-rate"),
+        ("--arrivals gamma", "--arrivals needs --request-rate"),
+        ("--sweep 1,2 --ramp-to 5", "--ramp-to needs --request-rate"),
         ("--request-rate 5 --burstiness 2", "needs --arrivals gamma"),
         ("--request-rate 5 --duration 2 --num-requests 3", "--duration excludes"),
         ("--request-rate 0", "between"),
