@@ -72,6 +72,7 @@ def _keep_to_lines(config: RunnerConfig) -> None:
     if config.log_format == "json" or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
         disable_progress_bars()
+    logging.captureWarnings(True)
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.enable_propagation()
 
