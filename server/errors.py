@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4096
 _MAX_PARAM_CHARS = 200
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _MAX_REPORTED = 5
 """A list of a thousand wrong items gives a thousand validation errors: only the first are told."""
 
@@ -219,9 +220,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> Sequence[str]:
-    """What may be asked of the request's path. The framework knows only the first of the routes that have it."""
-    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
+    """What may be asked of the request's path. The framework's own answer is that of one of its routes, or none."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    routes = request.app.routes
+    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

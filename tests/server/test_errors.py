@@ -6,7 +6,7 @@ import logging
 from typing import Annotated, Any, Literal
 
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
@@ -142,9 +142,12 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
 def test_every_method_of_a_path_is_allowed(client: TestClient) -> None:
     """RFC 9110, 15.5.6: Allow lists all of them, also where they are several routes."""
     for method in ("GET", "DELETE"):
-        client.app.add_api_route("/both", lambda: None, methods=[method])  # type: ignore[attr-defined]
-    answer = client.post("/both")
+        router = APIRouter()
+        router.add_api_route("/both/{name}", lambda: None, methods=[method])
+        client.app.include_router(router)  # type: ignore[attr-defined]
+    answer = client.post("/both/x")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
+    assert error_of(answer)["message"] == "/both/x takes DELETE, GET, not POST."
 
 
 @pytest.mark.parametrize(
