@@ -39,6 +39,10 @@ MAX_TEMPLATE_CHARS = 65536
 MAX_DOCUMENTS = 1024
 MAX_LATENT_STEPS = 1024
 
+_HiddenStates = Annotated[
+    Literal["last", "answer", "all"] | None,
+    WithJsonSchema({"anyOf": [{"enum": ["last", "answer", "all", False]}, {"type": "null"}]}),
+]
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)]
@@ -202,7 +206,7 @@ class GenerationRequest(RequestBody):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_hidden_states: Literal["last", "answer", "all"] | None = None
+    return_hidden_states: _HiddenStates = None
     """See `hidden_states`."""
     latent_steps: int | None = Field(None, ge=0, le=MAX_LATENT_STEPS)
     """Rows between prompt and answer that are the model's own last hidden states."""
