@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.integration.real_server import RealServer, as_safetensors
 from tests.models import MAX_POSITIONS, embed, hf_generate, hf_hidden, random_prompt
+from tests.server.harness import eventually
 
 TEXTS = ["What is the capital of France?", "Paris.", "The cutter draws a pattern, " * 12, "é"]
 
@@ -113,7 +114,7 @@ def test_a_hundred_among_answers(server: RealServer, llama: Path) -> None:
     for prompt, each in zip(prompts, embeddings.data, strict=True):
         assert_close(each.embedding, reference(llama, prompt))
     assert completion.choices[0].token_ids == hf_generate(llama, generated, 40)
-    assert server.is_idle()
+    eventually(server.is_idle)
 
 
 def test_truncation(server: RealServer, llama: Path) -> None:
