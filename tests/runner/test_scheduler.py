@@ -105,6 +105,7 @@ def test_prompts_take_smaller_chunks_while_others_decode() -> None:
         ([4, 8, 16], 7, 7),
         ([4, 8, 10, 16], 20, 9),
         ([4, 8, 11, 16], 8, 8),  # two rows of padding cost less than a step more
+        ([4, 8, 11, 16], 20, 7),  # but where more is waiting, that step comes anyway
         ([4, 8, 16], 8, 7),  # seven rows of padding do not
         ([2, 16], 20, 9),  # one row of a prompt a step would get it nowhere
         ([16], 20, 9),

@@ -19,7 +19,9 @@ from server.choices import Delta
 from server.completions import CompletionFormat
 from server.errors import APIError, QueueFull
 from server.event_stream import _Pump
+from server.hidden_states import HiddenBlock
 from server.respond import Envelope, _Chunks
+from server.rows_out import RowsOut
 from server.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
 from tests.models import Family
 from tests.server.fakes import FakeEngine, Line, services
@@ -135,6 +137,16 @@ def test_a_delta_with_many_records_is_encoded_in_a_thread_and_keeps_its_place() 
         deltas.put(text("e", finish_reason="stop", prompt=many))
 
     assert pumped(work) == b"a\nb\nc\nd\ne\n"
+
+
+def test_many_hidden_states_are_encoded_in_a_thread() -> None:
+    rows = RowsOut("hidden_states", [bytes(600 * 256)], 600, 128, "float16")
+
+    async def work(deltas: Deltas, body: CollectedBody) -> None:
+        deltas.put(text("a"), text("b", hidden=HiddenBlock(rows, 0), finish_reason="stop"))
+        assert body.data == b"a\n"
+
+    assert pumped(work) == b"a\nb\n"
 
 
 def test_the_loop_gets_a_turn_between_many() -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine_client import EngineClient
+from server.errors import APIError
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.openapi import BODIES
@@ -78,6 +79,18 @@ def test_the_body_has_the_schemas_fields_and_limits(document: dict[str, Any], sc
     assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in described["temperature"]["anyOf"]
     # Not one field is simply anything, those included that are checked by hand.
     assert all({"type", "anyOf", "$ref"} & set(each) for each in described.values())
+
+
+def test_hidden_states_may_be_declined(document: dict[str, Any]) -> None:
+    """By the values that the server takes, and no others."""
+    schema = document["components"]["schemas"]["CompletionRequest"]["properties"]["return_hidden_states"]
+    for value, mode in (("last", "last"), ("all", "all"), ("answer", "answer"), (False, None), (None, None)):
+        Draft202012Validator(schema).validate(value)
+        assert parse(CompletionRequest, {"return_hidden_states": value}).return_hidden_states == mode
+    for value in (True, 0, "first"):
+        assert not Draft202012Validator(schema).is_valid(value)
+        with pytest.raises(APIError):
+            parse(CompletionRequest, {"return_hidden_states": value})
 
 
 def test_the_examples_are_valid_and_name_no_other_model(document: dict[str, Any]) -> None:

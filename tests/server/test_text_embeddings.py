@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
+from runner.messages import End
 from server import embeddings_input
 from server.embeddings_input import MAX_INPUTS
 from server.errors import EngineFailed, QueueFull, Unavailable
@@ -183,6 +184,16 @@ def test_an_engine_that_fails_or_sends_nothing() -> None:
     for engine in (Silent(say("")), _Failing(say(""))):
         response = Api(services(engine)).post(EMBEDDINGS, {"input": [[5], [6]]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+
+
+def test_an_engine_that_lets_go_of_the_request() -> None:
+    class Aborting(FakeEngine):
+        async def _run(self, inbox: Any, submitted: Any) -> None:
+            inbox.add_end(End(inbox.request, 0, "abort"))
+
+    response = Api(services(Aborting(say("")))).post(EMBEDDINGS, {"input": [[5], [6]]})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+    assert "Retry-After" in response.headers
 
 
 class _Failing(FakeEngine):
