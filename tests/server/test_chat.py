@@ -9,8 +9,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.chat_template import ChatTemplate
 from tests.models import BOS_ID, EOS_ID
+from tests.server.completion_calls import events
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, api, byte_ids, ids_of, say, services, tokenizer
-from tests.server.test_completions import events
 
 ROUTE = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -22,8 +22,8 @@ from server.services import Services
 from server.tokenizer import Tokenizer
 from server.tools.styles import TOOL_STYLES
 from tests.models import EOS_ID, build_tokenizer
+from tests.server.completion_calls import events
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, Script, application, ids_of, services, tokenizer
-from tests.server.test_completions import events
 
 ROUTE = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

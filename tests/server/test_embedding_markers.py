@@ -11,8 +11,8 @@ from server.chat_template import ChatTemplate
 from server.embedding_markers import EmbeddingMarkers
 from server.errors import InvalidRequest
 from server.segments import MAX_PARTS, EmbeddingPart, TextPart
+from tests.server.completion_calls import embedding
 from tests.server.fakes import MODEL, Api, FakeEngine, ids_of, say, services, tokenizer
-from tests.server.test_completions import embedding
 
 ROUTE = "/v1/chat/completions"
 ROWS = -1

@@ -17,8 +17,8 @@ from server.prompt import PromptRows
 from server.segments import MAX_PARTS
 from server.tokenizer import Tokenizer
 from tests.models import BOS, BOS_ID, EOS, EOS_ID, HIDDEN_SIZE, VOCAB_SIZE, build_tokenizer
+from tests.server.completion_calls import complete, embedding
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, Submitted, api, ids_of, say, services
-from tests.server.test_completions import complete, embedding
 
 ROUTE = "/v1/completions"
 LONG = msgspec.structs.replace(MODEL, max_model_len=16384)

@@ -87,10 +87,11 @@ def test_hidden_states_may_be_declined(document: dict[str, Any]) -> None:
     for value, mode in (("last", "last"), ("all", "all"), ("answer", "answer"), (False, None), (None, None)):
         Draft202012Validator(schema).validate(value)
         assert parse(CompletionRequest, {"return_hidden_states": value}).return_hidden_states == mode
-    for value in (True, 0, "first"):
-        assert not Draft202012Validator(schema).is_valid(value)
+    wrong: list[Any] = [True, 0, "first"]
+    for each in wrong:
+        assert not Draft202012Validator(schema).is_valid(each)
         with pytest.raises(APIError):
-            parse(CompletionRequest, {"return_hidden_states": value})
+            parse(CompletionRequest, {"return_hidden_states": each})
 
 
 def test_the_examples_are_valid_and_name_no_other_model(document: dict[str, Any]) -> None:

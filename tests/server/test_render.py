@@ -8,8 +8,8 @@ import pytest
 
 from server.chat_template import ChatTemplate
 from tests.models import BOS_ID, VOCAB_SIZE
+from tests.server.completion_calls import embedding
 from tests.server.fakes import MODEL, Api, FakeEngine, api, ids_of, say, services, tokenizer
-from tests.server.test_completions import embedding
 
 HELLO = [{"role": "user", "content": "hello"}]
 TEXT = "What is the capital"

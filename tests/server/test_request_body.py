@@ -14,10 +14,10 @@ import safetensors.numpy
 
 from runner.messages import Span
 from tests.models import HIDDEN_SIZE
+from tests.server.completion_calls import embedding
 from tests.server.conftest import StartServer
 from tests.server.fakes import Api, FakeEngine, ids_of, say, services
 from tests.server.harness import ServerProcess, eventually
-from tests.server.test_completions import embedding
 
 BOUNDARY = "frontier"
 CONTENT_TYPE = f"multipart/form-data; boundary={BOUNDARY}"

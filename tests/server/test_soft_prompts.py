@@ -18,8 +18,8 @@ from server.prompt import PromptRows
 from server.services import Services
 from server.soft_prompts import SoftPromptError, SoftPrompts
 from tests.models import HIDDEN_SIZE
+from tests.server.completion_calls import embedding
 from tests.server.fakes import MODEL, NAMES, Api, FakeEngine, ids_of, say, services, tokenizer
-from tests.server.test_completions import embedding
 
 ROWS = EMBEDDING_ID
 ADAPTER = {

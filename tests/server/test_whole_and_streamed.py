@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import EOS_ID, TURN_ID
+from tests.server.completion_calls import complete
 from tests.server.fakes import Line, api, byte_ids, ids_of, tokenizer
 from tests.server.test_chat import HELLO, chat
-from tests.server.test_completions import complete
 
 # One token a byte splits every character that is not ASCII; some bytes are missing or alone.
 _PIECES = st.one_of(
