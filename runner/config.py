@@ -11,7 +11,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 LogFormatName = Literal["text", "json"]
-AttentionBackendName = Literal["auto", "sdpa", "triton"]
+AttentionBackendName = Literal["auto", "fa3", "sdpa", "triton"]
 
 
 @dataclass(frozen=True)

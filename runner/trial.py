@@ -29,18 +29,28 @@ _CHUNK_STEP = 256
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
-    name = config.attention_backend
-    if name == "auto":
-        name = "triton" if model.device.type == "cuda" else "sdpa"
-    if name == "triton":
-        if model.device.type != "cuda":
-            raise BadConfiguration("--attention-backend triton needs a CUDA device")
-        from runner.attention.triton_attention import TritonAttention
+    """Raises BadConfiguration where the one that was asked for can't run here."""
+    name, on_cuda = config.attention_backend, model.device.type == "cuda"
+    if name == "sdpa" or (name == "auto" and not on_cuda):
+        from runner.attention.sdpa import SdpaAttention
 
-        return TritonAttention()
-    from runner.attention.sdpa import SdpaAttention
+        return SdpaAttention()
+    if not on_cuda:
+        raise BadConfiguration(f"--attention-backend {name} needs a CUDA device")
+    from runner.attention import flash_attention_3
+    from runner.attention.triton_attention import TritonAttention
 
-    return SdpaAttention()
+    operators = None
+    if name != "triton" and flash_attention_3.fits(model.device, model.dtype):
+        operators = flash_attention_3.load_operators()
+    if operators is not None:
+        return flash_attention_3.FlashAttention3(operators)
+    if name == "fa3":
+        raise BadConfiguration(
+            "--attention-backend fa3 needs a Hopper GPU, a model in bfloat16 or float16, and FlashAttention 3 "
+            "(pip install 'intarsia[fa3]')"
+        )
+    return TritonAttention()
 
 
 def load_checked(

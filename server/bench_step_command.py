@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)")
     add("--max-model-len", type=int, metavar="ROWS", help="(default: the model's own)")
     add("--max-num-batched-tokens", type=int, metavar="ROWS", help="rows of one step (default: by device)")
-    add("--attention-backend", choices=("auto", "sdpa", "triton"), default="auto", help="(default: auto)")
+    add("--attention-backend", choices=("auto", "fa3", "sdpa", "triton"), default="auto", help="(default: auto)")
     add("--enforce-eager", action="store_true", help="never capture CUDA graphs (default: off)")
     text = "sequences that decode (default: 1,2,4,8,16,32,64,128,256)"
     add("--decode", type=_sizes, default=[1, 2, 4, 8, 16, 32, 64, 128, 256], metavar="N,N", help=text)

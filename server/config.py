@@ -18,7 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "sdpa", "triton"]
+AttentionBackend = Literal["auto", "fa3", "sdpa", "triton"]
 
 LogFormat = Literal["text", "json"]
 
