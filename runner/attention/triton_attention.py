@@ -53,24 +53,27 @@ class TritonAttention:
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        group = query.shape[1] // key_cache.shape[2]
-        if batch.num_decodes < batch.num_entries:
-            tiles = self._prefill_tiles or _prefill_tiles(query, group, batch.num_entries)
-            _prefill(query, key_cache, value_cache, batch, out, scale, window, softcap, tiles)
-            if batch.num_decodes:
-                tiles = self._decode_tiles or _decode_tiles(query)
-                _decode(query, key_cache, value_cache, batch, out, scale, window, softcap, tiles, pure=False)
-        else:
-            tiles = self._decode_tiles or _decode_tiles(query)
-            _decode(query, key_cache, value_cache, batch, out, scale, window, softcap, tiles, pure=True)
+        common = (query, key_cache, value_cache, batch, out, scale, window, softcap)
+        pure = batch.num_decodes == batch.num_entries
+        if not pure:
+            self._attend_prompts(*common)
+        if pure or batch.num_decodes:
+            _decode(*common, self._decode_tiles or _decode_tiles(query), pure)
         return out
+
+    def _attend_prompts(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, out: Tensor,
+                        scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip
+        """Every row but those of decodes, and zeros for padding."""
+        group = query.shape[1] // key_cache.shape[2]
+        tiles = self._prefill_tiles or _prefill_tiles(query, group, batch.num_entries)
+        _prefill(query, key_cache, value_cache, batch, out, scale, window, softcap, tiles)
 
 
 def _decode_tiles(query: Tensor) -> Tiles:
-    # Three to four stages of keys and values in flight, and room for two or three programs on a multiprocessor.
+    # Some 64 KiB of keys and values in flight, and room for two or three programs on a multiprocessor.
     if query.dtype == torch.float32:
         return Tiles(16, 16, num_warps=4, num_stages=2)
-    return Tiles(16, 32, num_warps=4, num_stages=3 if query.shape[2] > 128 else 4)
+    return Tiles(16, 32, num_warps=4, num_stages=3) if query.shape[2] > 128 else Tiles(16, 64, num_warps=4, num_stages=2)
 
 
 def _prefill_tiles(query: Tensor, group: int, num_entries: int) -> Tiles:
@@ -176,27 +179,27 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i, s): entry i's one row, the query heads of KV head h, KV split s."""
+    # Where everything is, is known since the step's first kernel: only keys, values and queries are waited for.
+    head, entry, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens + entry, mask=entry < num_decodes, other=0)
+    slot = tl.load(entry_slots + entry, mask=entry < num_decodes, other=0).to(tl.int64)
+    row, rows = entry, 1
+    if not PURE:
+        row = tl.load(entry_starts + entry)
+        rows = tl.load(entry_starts + entry + 1) - row
+    first, size, splits = _split(seq_len, window, fill, max_splits, HAS_WINDOW, LONG, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head, entry, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens + entry, mask=entry < num_decodes, other=0)
-    row = entry
-    if not PURE:
-        row = tl.load(entry_starts + entry)
-        if tl.load(entry_starts + entry + 1) - row != 1:
-            return
-    first, size, splits = _split(seq_len, window, fill, max_splits, HAS_WINDOW, LONG, BLOCK_N)
-    if split >= tl.maximum(splits, 1):
+    if (rows != 1) | (split >= tl.maximum(splits, 1)):
         return
 
-    slot = tl.load(entry_slots + entry, mask=entry < num_decodes, other=0).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     query_head = head * GROUP + m
     here = (m < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    rows = query + row.to(tl.int64) * query_row_stride
-    q = tl.load(rows + query_head[:, None] * query_head_stride + dim[None, :] * query_dim_stride, mask=here, other=0.0)
+    q_row = query + row.to(tl.int64) * query_row_stride
+    q = tl.load(q_row + query_head[:, None] * query_head_stride + dim[None, :] * query_dim_stride, mask=here, other=0.0)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)

@@ -32,8 +32,9 @@ except ImportError:
 
 def dependent_launch(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a kernel that starts while the one before it in the stream still runs (PDL, programmatic
-    dependent launch, compute capability 9.0 and up). Such a kernel takes `PDL: tl.constexpr` and calls
-    `gdc_wait` before it touches memory that another kernel writes or reads, always: a kernel behind it counts on that.
+    dependent launch, compute capability 9.0 and up). Such a kernel takes `PDL: tl.constexpr`, calls `gdc_wait` before
+    it touches memory that the kernel before it writes or reads, in every program and on every path, and only then
+    `gdc_launch_dependents`. So when it starts, whatever came before its predecessor is done, and may be read at once.
     """
     if tensor.is_cuda and _capability(tensor.device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}

@@ -56,10 +56,11 @@ def _store_row(  # type: ignore[no-untyped-def]
 def _few_rows_kernel(  # type: ignore[no-untyped-def]
     x, residual, norm_weight, weight, bias, out, total, num_outputs, eps,
     ROWS: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Outputs p * BLOCK_N and up of one or two rows. GATED: the partner of weight row n is row num_outputs + n."""
+    """Outputs p * BLOCK_N and up of one or two rows. GATED: the partner of weight row n is row num_outputs + n.
+    EVEN: every tile is whole, and loads need no masks."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = n < num_outputs
     gate_rows = weight + n.to(tl.int64)[:, None] * K
@@ -72,10 +73,15 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
     for start in tl.static_range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < K
-        mask = here[:, None] & inside[None, :]
-        tile = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
-        if GATED:
-            up_tile = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
+        if EVEN:
+            tile = tl.load(gate_rows + k[None, :])
+            if GATED:
+                up_tile = tl.load(up_rows + k[None, :])
+        else:
+            mask = here[:, None] & inside[None, :]
+            tile = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
+            if GATED:
+                up_tile = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
         if PDL and start == 0:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -98,12 +104,19 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
         _store_row(acc_1, up_1, squares_1, bias, out, n, here, num_outputs, eps, K, NORM, GATED, SILU, HAS_BIAS)
 
 
-def _tile(rows: int, k: int, normed: bool, gated: bool) -> tuple[int, int]:
-    """(BLOCK_K, BLOCK_N), as measured on an H200: 64 weights a thread, but 32 where one row's norm or a long sum, whose
-    loop is unrolled, takes the registers."""
-    block_k = min(triton.next_power_of_2(k), 1024 if rows == 1 else 2048)
-    light = rows == 2 or (not gated and (k <= 1024 or (not normed and k <= 4096)))
-    return block_k, max((8192 if light else 4096) // block_k // (2 if gated else 1), 1)
+def _tile(rows: int, k: int, normed: bool, gated: bool) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_N, num_warps), as measured on an H200 in a chain of a model's layers. The loop over the inputs is
+    unrolled, so that long sums and second rows are paid for in registers."""
+    whole = min(triton.next_power_of_2(k), 4096)
+    if gated:
+        return whole, 2, 8 if whole == 4096 and rows == 1 else 4
+    if normed and k > 1024:
+        return (1024, 4, 4) if rows == 1 else (whole, 4, 8)
+    if not normed and k > 4096:
+        return 2048, 2 if rows == 1 else 4, 4
+    if not normed and k > 2048 and rows == 1:
+        return 2048, 2, 4
+    return min(whole, 1024), 8 if normed or rows == 1 else 4, 4
 
 
 def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
@@ -113,12 +126,12 @@ def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, resid
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    block_k, block_n = _tile(rows, k, norm_weight is not None, activation is not None)
+    block_k, block_n, num_warps = _tile(rows, k, norm_weight is not None, activation is not None)
     _few_rows_kernel[(triton.cdiv(num_outputs, block_n),)](
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
         x if bias is None else bias, out, total, num_outputs, float(eps),
         ROWS=rows, K=k, ADD=residual is not None, NORM=norm_weight is not None, UNIT_OFFSET=unit_offset,
         GATED=activation is not None, SILU=activation == "silu", HAS_BIAS=bias is not None,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, **dependent_launch(x),
+        EVEN=k % block_k == 0 and num_outputs % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, **dependent_launch(x),
     )  # fmt: skip
     return out, total

@@ -272,7 +272,7 @@ def test_the_largest_step_as_a_graph_counts_it(max_num_seqs: int, triton_device:
 
 def test_long_sequences_beside_short_ones_are_split(triton_device: torch.device, monkeypatch: Any) -> None:
     """With the device already full of programs, only a long sequence takes more than one split."""
-    monkeypatch.setattr("runner.attention.triton_attention._TARGET_PROGRAMS", 1)
+    monkeypatch.setattr("runner.attention.triton_attention._UNSPLIT_PROGRAMS", 1)
     monkeypatch.setattr("runner.attention.triton_attention._LONG_SPLIT", 64)
     case = Case(((1, 400), (1, 20), (1, 63), (1, 64), (1, 3000)))
     query, batch, sequences = make_batch(case)
