@@ -132,6 +132,7 @@ def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, resid
         x if bias is None else bias, out, total, num_outputs, float(eps),
         ROWS=rows, K=k, ADD=residual is not None, NORM=norm_weight is not None, UNIT_OFFSET=unit_offset,
         GATED=activation is not None, SILU=activation == "silu", HAS_BIAS=bias is not None,
-        EVEN=k % block_k == 0 and num_outputs % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, **dependent_launch(x),
+        EVEN=k % block_k == 0 and num_outputs % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=num_warps, **dependent_launch(x),
     )  # fmt: skip
     return out, total

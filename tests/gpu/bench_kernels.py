@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from runner.attention.backend import AttentionBatch
-from runner.attention.triton_attention import Tiles, TritonAttention
+from runner.attention.triton_attention import TritonAttention
+from runner.attention.triton_tiles import Tiles
 from runner.kernels.activation_triton import gated_triton
 from runner.kernels.cache_write_triton import write_kv_triton
 from runner.kernels.embed_triton import gather_rows_triton

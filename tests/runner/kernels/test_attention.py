@@ -20,7 +20,9 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from runner.attention.backend import AttentionBatch
 from runner.attention.sdpa import SdpaAttention
-from runner.attention.triton_attention import Tiles, TritonAttention, _num_splits
+from runner.attention.triton_attention import TritonAttention
+from runner.attention.triton_decode import _num_splits
+from runner.attention.triton_tiles import Tiles
 from runner.limits import Limits
 from runner.trial import as_captured, trial_batch
 
@@ -272,8 +274,8 @@ def test_the_largest_step_as_a_graph_counts_it(max_num_seqs: int, triton_device:
 
 def test_long_sequences_beside_short_ones_are_split(triton_device: torch.device, monkeypatch: Any) -> None:
     """With the device already full of programs, only a long sequence takes more than one split."""
-    monkeypatch.setattr("runner.attention.triton_attention._UNSPLIT_PROGRAMS", 1)
-    monkeypatch.setattr("runner.attention.triton_attention._LONG_SPLIT", 64)
+    monkeypatch.setattr("runner.attention.triton_decode._UNSPLIT_PROGRAMS", 1)
+    monkeypatch.setattr("runner.attention.triton_decode.LONG_SPLIT", 64)
     case = Case(((1, 400), (1, 20), (1, 63), (1, 64), (1, 3000)))
     query, batch, sequences = make_batch(case)
     assert_close(run_triton(query, batch, case, triton_device), dense(query, case, sequences), case.dtype)

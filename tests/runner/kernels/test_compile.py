@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.attention import triton_attention
+from runner.attention import triton_decode, triton_prefill
 from runner.kernels import activation_triton, few_rows_triton, rope_triton, split_k_triton
 from runner.kernels import rms_norm_triton as norms
 from runner.kernels._triton import HAS_TRITON
@@ -170,9 +170,10 @@ def test_the_sampler_compiles(dtype: torch.dtype, compiled: list[Any]) -> None:
 
 def test_kernels_that_start_early_wait_first(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched while the kernel before it still runs, a kernel may ask for weights and for where a step's rows are
-    (`kernels._triton.dependent_launch` says why), and for nothing else, until it has waited; and it has to wait on every
-    path, since the kernel behind it counts on that."""
-    for module in (triton_attention, activation_triton, few_rows_triton, norms, rope_triton, split_k_triton):
+    (`kernels._triton.dependent_launch` says why), and for nothing else, until it has waited; and it has to wait on
+    every path, since the kernel behind it counts on that."""
+    pieces = (activation_triton, few_rows_triton, norms, rope_triton, split_k_triton)
+    for module in (triton_decode, triton_prefill, *pieces):
         monkeypatch.setattr(module, "dependent_launch", lambda tensor: {"PDL": True, "launch_pdl": True})
     dtype = torch.bfloat16
     x, weight = torch.zeros(2, 1024, dtype=dtype), torch.zeros(1024, dtype=dtype)

@@ -55,7 +55,8 @@ def documented(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor, cu_seq
                window_size_left: int, scheduler_metadata: Tensor, num_splits: int) -> None:  # fmt: skip
     """What the interface's docstring promises of these arguments: the causal mask is aligned to the bottom right, the
     window is [i + keys - rows - left, i + keys - rows], a row that sees no key is zero."""
-    assert scheduler_metadata is SCHEDULE and is_causal and num_splits == 1 and len(cu_seqlens_q) == len(seqused_q) + 1 == len(page_table) + 1
+    assert scheduler_metadata is SCHEDULE and is_causal and num_splits == 1
+    assert len(cu_seqlens_q) == len(seqused_q) + 1 == len(page_table) + 1
     for entry, (start, rows, keys) in enumerate(zip(cu_seqlens_q, seqused_q, seqused_k, strict=False)):
         assert 0 <= rows <= max_seqlen_q and start + rows <= len(query)
         here = slice(int(start), int(start + rows))
