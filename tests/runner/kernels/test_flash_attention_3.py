@@ -74,20 +74,15 @@ def documented(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor, cu_seq
 SCHEDULE = torch.zeros(1)
 
 
-class Stated:
-    """The operators, in torch."""
-
-    fwd = staticmethod(documented)
-
-    def get_scheduler_metadata(self, **kwargs: Any) -> Tensor:
-        return SCHEDULE
+STATED: Any = SimpleNamespace(fwd=documented, get_scheduler_metadata=lambda **kwargs: SCHEDULE)
+"""The operators, in torch."""
 
 
 @each_case
 def test_what_the_operator_is_asked_are_the_prompts(case: Case) -> None:
     query, batch, expected = mixed_step(case)
     out = torch.full_like(query, torch.nan)
-    backend = FlashAttention3(Stated())
+    backend = FlashAttention3(STATED)
     backend._attend_prompts(query, batch.key_caches[0], batch.value_caches[0], batch, out, **case.options())
     several = prompt_rows(case)
     own = several[: case.num_rows]
