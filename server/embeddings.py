@@ -24,6 +24,7 @@ import pybase64
 from server import npy_file, stored_zip
 from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
 from server.long_strings import LongString
+from server.pages import allocate, give_turn
 from server.request_context import note_decoding
 from server.row_values import cast_rows, row_digests
 from server.safetensors_file import is_safetensors, read_safetensors
@@ -93,7 +94,7 @@ def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int,
 
 
 def _decode_base64(text: str | bytes | memoryview) -> memoryview:
-    decoded = np.empty(len(text) // 4 * 3, dtype=np.uint8).data
+    decoded = allocate(len(text) // 4 * 3)
     end = 0
     try:
         for start in range(0, len(text), _BASE64_BLOCK):
@@ -102,7 +103,7 @@ def _decode_base64(text: str | bytes | memoryview) -> memoryview:
             block = pybase64.b64decode(text[start : start + _BASE64_BLOCK], validate=True)
             decoded[end : end + len(block)] = block
             end += len(block)
-            time.sleep(0)
+            give_turn()
     except ValueError:  # binascii.Error is one
         raise EmbeddingError(
             "the prompt embedding is not valid base64: use the standard alphabet with padding,"

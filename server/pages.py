@@ -1,0 +1,131 @@
+"""Memory for what is large and soon gone: request bodies, and the rows that are made of them.
+
+Freeing a hundred megabytes at once takes six milliseconds, the interpreter's lock held, in whichever thread happens to
+let go last: long enough to be seen in every stream of the process. `Pages` are given back by a thread of their own,
+a megabyte at a time.
+
+Used by `body`, `multipart` and `request_body` for what they receive, by `embeddings` and `row_values` for what they
+make.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+import time
+from typing import Self
+
+SMALL_BYTES = 256 * 1024
+"""What is not larger is ordinary memory: it is freed in microseconds."""
+
+_PIECE_BYTES = 1 << 20
+"""Given back at once: 0.1 ms."""
+_TURN_SECONDS = 20e-6
+"""Long enough for a thread that waits to wake up. (After `sleep(0)` the same thread has the lock again before another
+one has noticed that it was free.)"""
+_MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+
+
+def give_turn() -> None:
+    """Let another thread have the interpreter's lock, if one waits for it. For threads that hold it for most of a
+    millisecond at a time."""
+    time.sleep(_TURN_SECONDS)
+
+
+class Pages(mmap.mmap):
+    """[size] bytes of anonymous memory, zeros. Takes none before it is written to."""
+
+    def __new__(cls, size: int) -> Self:
+        _freeing.start()
+        return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __del__(self) -> None:
+        # Nothing refers to it any more, and what is `closed` has been here already.
+        if not self.closed:
+            _freeing.take(self)
+
+    def give_back(self) -> None:
+        """Piece by piece; then it is closed."""
+        if _MADV_DONTNEED is not None:
+            for start in range(0, len(self), _PIECE_BYTES):
+                self.madvise(_MADV_DONTNEED, start, min(_PIECE_BYTES, len(self) - start))
+                give_turn()
+        self.close()
+
+
+class _Freeing:
+    """The thread that gives pages back."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Pages] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="pages", daemon=True)
+                    self._thread.start()
+
+    def take(self, pages: Pages) -> None:
+        """From a destructor, so from any thread at any time: nothing here takes a lock of ours."""
+        self._waiting.put(pages)
+
+    def _run(self) -> None:
+        while True:
+            self._waiting.get().give_back()
+
+
+_freeing = _Freeing()
+
+
+def allocate(size: int) -> memoryview:
+    """[size] bytes to write to."""
+    return memoryview(Pages(size) if size > SMALL_BYTES else bytearray(size))
+
+
+class Gathered:
+    """Bytes that come in chunks, in one piece. They are copied once and never moved by copying them."""
+
+    def __init__(self) -> None:
+        self._small = bytearray()
+        self._pages: Pages | None = None
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Not any more once there is a view of it."""
+        end = self._size + len(chunk)
+        if self._pages is None and end <= SMALL_BYTES:
+            self._small += chunk
+        else:
+            self._room_for(end)[self._size : end] = chunk
+        self._size = end
+
+    @property
+    def view(self) -> memoryview:
+        """All of them, read-only."""
+        return memoryview(self._small if self._pages is None else self._pages).toreadonly()[: self._size]
+
+    def _room_for(self, size: int) -> Pages:
+        if self._pages is None:
+            self._pages = Pages(max(size, 2 * SMALL_BYTES))
+            self._pages[: self._size] = self._small
+            self._small = bytearray()
+        elif size > len(self._pages):
+            self._pages = _grown(self._pages, max(size, 2 * len(self._pages)))
+        return self._pages
+
+
+def _grown(pages: Pages, size: int) -> Pages:
+    try:
+        pages.resize(size)  # moves pages, not bytes
+    except SystemError:  # no mremap here: not Linux
+        larger = Pages(size)
+        larger[: len(pages)] = memoryview(pages)
+        return larger
+    return pages
