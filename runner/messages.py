@@ -7,7 +7,8 @@ array); `Generate` is followed by raw frames, in this order:
 
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
-   row's bytes in the model's dtype (of short rows a few together); none for the rows of spans that name a stored embedding. Empty when there is none;
+   row's bytes in the model's dtype (of short rows a few together); none for the rows of spans that name a stored
+   embedding. Empty when there is none;
 3. only if `has_hints`: int32 [num_embedding_rows], the token that a row stands for in the client's opinion, or
    `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
 4. only if `has_positions`: position ids, int32 [3, num_rows];
