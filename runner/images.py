@@ -32,8 +32,8 @@ class ImageInput:
     """What the image processor made of it, in the message's own memory."""
     grid: tuple[int, ...]
     digest: bytes
-    """Of what it shows, and of the cache salt: equal ones become equal rows, and how soon tells nobody with another salt
-    that this image was here."""
+    """Of what it shows, and of the cache salt: equal ones become equal rows, and how soon they do tells nobody with
+    another salt that this image was here."""
 
 
 def image_inputs(

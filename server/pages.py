@@ -16,6 +16,8 @@ import threading
 import time
 from typing import Self
 
+import numpy as np
+
 SMALL_BYTES = 256 * 1024
 """What is not larger is ordinary memory: it is freed in microseconds."""
 
@@ -53,6 +55,12 @@ class Pages(mmap.mmap):
                 give_turn()
         self.close()
 
+    def give_back_part(self, start: int, end: int) -> None:
+        """Those of its pages that lie wholly between. They read as zeros then."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if _MADV_DONTNEED is not None and first < last:
+            self.madvise(_MADV_DONTNEED, first, last - first)
+
 
 class _Freeing:
     """The thread that gives pages back."""
@@ -84,6 +92,17 @@ _freeing = _Freeing()
 def allocate(size: int) -> memoryview:
     """[size] bytes to write to."""
     return memoryview(Pages(size) if size > SMALL_BYTES else bytearray(size))
+
+
+def discard(view: memoryview) -> None:
+    """Nobody reads `view` again: where it is of `Pages`, its memory is given back though others still refer to them."""
+    if isinstance(view.obj, Pages) and view.nbytes:
+        start = _address(view) - _address(view.obj)
+        view.obj.give_back_part(start, start + view.nbytes)
+
+
+def _address(memory: memoryview | Pages) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 class Gathered:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runner.messages import DIGEST_BYTES
 from server.file_tensor import ITEM_BYTES, EmbeddingError
-from server.pages import allocate, give_turn
+from server.pages import allocate, discard, give_turn
 
 Array = npt.NDArray[Any]
 
@@ -43,7 +43,7 @@ _TOO_LARGE = {
 def cast_rows(data: memoryview, hidden_size: int, source: str, target: str) -> memoryview:
     """The rows in dtype `target`, rounded to nearest even as torch does; `data` itself where nothing is to be cast.
 
-    `data`: [num_rows, hidden_size] in dtype `source`, little-endian, as bytes.
+    `data`: [num_rows, hidden_size] in dtype `source`, little-endian, as bytes. Not to be read again where it was cast.
     Raises EmbeddingError naming the first row that is not finite, or no longer is after the cast.
     """
     limit = _TOO_LARGE.get((source, target), _INFINITY[source])
@@ -58,6 +58,7 @@ def cast_rows(data: memoryview, hidden_size: int, source: str, target: str) -> m
             raise _refusal(block, start, hidden_size, source, target, limit)
         if cast is not None:
             _narrow(_widen(block, source), target, cast[start : start + step])
+            discard(data[start * ITEM_BYTES[source] : (start + step) * ITEM_BYTES[source]])
     return data if made is None else made.toreadonly()
 
 

@@ -1,4 +1,4 @@
-"""A semaphore that is fair to API keys: of those who wait, the keys are let in by turns, and each key's own as they came.
+"""A semaphore that is fair to API keys: of those who wait, keys are let in by turns, and each key's own as they came.
 Used by `vision`: preparing a large image takes up to a second of a thread, and one key may send hundreds of them.
 """
 
