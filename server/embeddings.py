@@ -25,7 +25,7 @@ import pybase64
 from server import npy_file, stored_zip
 from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
 from server.long_strings import LongString
-from server.pages import allocate, discard, give_turn
+from server.pages import allocate, discard, give_turn, make_ready
 from server.request_context import note_decoding
 from server.row_values import cast_rows, row_digests
 from server.safetensors_file import is_safetensors, read_safetensors
@@ -102,6 +102,7 @@ def _decode_base64(text: str | bytes | memoryview) -> memoryview:
             if end != start // 4 * 3:  # padding inside of the text
                 raise ValueError
             block = pybase64.b64decode(text[start : start + _BASE64_BLOCK], validate=True)
+            make_ready(decoded[end : end + len(block)])
             decoded[end : end + len(block)] = block
             end += len(block)
             if isinstance(text, memoryview):

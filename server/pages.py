@@ -10,6 +10,7 @@ make.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
@@ -21,12 +22,15 @@ import numpy as np
 SMALL_BYTES = 256 * 1024
 """What is not larger is ordinary memory: it is freed in microseconds."""
 
-_PIECE_BYTES = 1 << 20
-"""Given back at once: 0.1 ms."""
+_PIECE_BYTES = 4 << 20
+"""Given back at once: 0.3 ms."""
+_AHEAD_BYTES = 256 * 1024
+"""Asked for at once: 0.1 ms."""
 _TURN_SECONDS = 20e-6
 """Long enough for a thread that waits to wake up. (After `sleep(0)` the same thread has the lock again before another
 one has noticed that it was free.)"""
 _MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
 
 
 def give_turn() -> None:
@@ -46,6 +50,13 @@ class Pages(mmap.mmap):
         # Nothing refers to it any more, and what is `closed` has been here already.
         if not self.closed:
             _freeing.take(self)
+
+    def populate(self, start: int, end: int) -> None:
+        """This is going to be written to. Asking for pages together takes two thirds of the time that they take one by
+        one, at the first write to each."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError, AttributeError):  # an older kernel, another system
+            self.madvise(_MADV_POPULATE_WRITE, first, end - first)
 
     def give_back(self) -> None:
         """Piece by piece; then it is closed."""
@@ -94,15 +105,22 @@ def allocate(size: int) -> memoryview:
     return memoryview(Pages(size) if size > SMALL_BYTES else bytearray(size))
 
 
+def make_ready(view: memoryview) -> None:
+    """All of `view`, which is a megabyte or so, is going to be written to."""
+    if isinstance(view.obj, Pages) and view.nbytes:
+        view.obj.populate(*_place(view, view.obj))
+
+
 def discard(view: memoryview) -> None:
     """Nobody reads `view` again: where it is of `Pages`, its memory is given back though others still refer to them."""
     if isinstance(view.obj, Pages) and view.nbytes:
-        start = _address(view) - _address(view.obj)
-        view.obj.give_back_part(start, start + view.nbytes)
+        view.obj.give_back_part(*_place(view, view.obj))
 
 
-def _address(memory: memoryview | Pages) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+def _place(view: memoryview, pages: Pages) -> tuple[int, int]:
+    """Where it begins and ends."""
+    start = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(pages, np.uint8).ctypes.data
+    return start, start + view.nbytes
 
 
 class Gathered:
@@ -111,7 +129,7 @@ class Gathered:
     def __init__(self) -> None:
         self._small = bytearray()
         self._pages: Pages | None = None
-        self._size = 0
+        self._size = self._populated = 0
 
     def __len__(self) -> int:
         return self._size
@@ -131,12 +149,16 @@ class Gathered:
         return memoryview(self._small if self._pages is None else self._pages).toreadonly()[: self._size]
 
     def _room_for(self, size: int) -> Pages:
+        ahead = -(-size // _AHEAD_BYTES) * _AHEAD_BYTES
         if self._pages is None:
-            self._pages = Pages(max(size, 2 * SMALL_BYTES))
+            self._pages = Pages(max(ahead, 4 * _AHEAD_BYTES))
             self._pages[: self._size] = self._small
             self._small = bytearray()
-        elif size > len(self._pages):
-            self._pages = _grown(self._pages, max(size, 2 * len(self._pages)))
+        elif ahead > len(self._pages):
+            self._pages = _grown(self._pages, max(ahead, 2 * len(self._pages)))
+        if ahead > self._populated:
+            self._pages.populate(self._populated, ahead)
+            self._populated = ahead
         return self._pages
 
 

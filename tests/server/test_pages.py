@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard
+from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard, make_ready
 from tests.server.harness import eventually
 
 MIB = 1 << 20
@@ -44,6 +44,31 @@ def test_it_grows_without_mremap(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(40):
         gathered.add(memoryview(chunk))
     assert gathered.view == chunk * 40
+
+
+def test_it_takes_little_more_than_what_came() -> None:
+    gathered = Gathered()
+    for _ in range(33):
+        gathered.add(b"x" * MIB)
+    before = resident()
+    gathered.add(b"x" * 10)  # it has room for 64 MiB now
+    assert resident() < before + 8 * MIB
+
+
+def test_without_a_system_that_gives_pages_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.pages._MADV_POPULATE_WRITE", 12345)
+    gathered = Gathered()
+    for value in range(4):
+        gathered.add(bytes([value]) * 300_000)
+    assert gathered.view == b"".join(bytes([value]) * 300_000 for value in range(4))
+
+
+def test_a_view_can_be_made_ready() -> None:
+    for memory in (allocate(100), allocate(5 * MIB)):
+        for start, end in ((0, 0), (3, 90), (7, len(memory) - 1), (0, len(memory))):
+            make_ready(memory[start:end].cast("B"))
+            memory[start:end] = b"x" * (end - start)
+        assert bytes(memory) == b"x" * len(memory)
 
 
 def test_what_is_allocated_can_be_written_to() -> None:
@@ -82,11 +107,11 @@ def test_it_is_given_back_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         madvise(self, option, start, length)
 
     monkeypatch.setattr(Pages, "madvise", note)
-    pages = Pages(3 * MIB + 5)
+    pages = Pages(13 * MIB + 5)
     pages[:] = b"x" * len(pages)
     del pages
     eventually(lambda: len(given) == 4)
-    assert given == [(0, MIB), (MIB, MIB), (2 * MIB, MIB), (3 * MIB, 5)]
+    assert given == [(0, 4 * MIB), (4 * MIB, 4 * MIB), (8 * MIB, 4 * MIB), (12 * MIB, MIB + 5)]
 
 
 def test_a_part_is_given_back_while_the_rest_is_used() -> None:
