@@ -3,9 +3,11 @@
 A real server with a scripted runner behind it; another process sends 64 MiB of rows again and again, in one form after
 the other: base64 in JSON (85 MB), a multipart body, a raw upload to the store. A timer in the server's event loop says
 how late it is called. Prints one JSON line a form: lateness in ms without and with bodies, how many were answered, and
-CPU milliseconds of the API process for each. On a machine with other work the first shows what that work does.
+CPU milliseconds of the API process for each. On a machine with other work the first shows what that work does;
+--realtime (for root) lets the server's threads go before it.
 
     python -m tests.bench.stalls [--rows 8192] [--hidden 4096] [--seconds 5] [--forms base64 multipart upload text]
+                                 [--realtime]
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS[:3])
+    parser.add_argument("--realtime", action="store_true", help="the server's threads go before everything else")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = fake_model(Path(folder) / "model", arguments.hidden)
@@ -75,6 +78,8 @@ def measure(
     while not answered.value:  # the first one warms up
         assert client.exitcode is None, "the client has failed"
         time.sleep(0.01)
+    if arguments.realtime:
+        go_first(server.process.pid)
     time.sleep(1)
     quiet = lateness(found, arguments.seconds)
     before, cpu = answered.value, cpu_seconds(server.process.pid)
@@ -85,6 +90,12 @@ def measure(
     client.terminate()
     client.join()
     return {"quiet_ms": told(quiet), "busy_ms": told(busy), "bodies": bodies, "cpu_ms": round(cpu / bodies * 1e3, 1)}
+
+
+def go_first(pid: int) -> None:
+    """What a process does to itself is left to see; its event loop's thread goes before its others."""
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(2 if thread == pid else 1))
 
 
 def lateness(found: npt.NDArray[np.float64], seconds: float) -> npt.NDArray[np.float64]:
