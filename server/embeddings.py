@@ -25,7 +25,7 @@ import pybase64
 from server import npy_file, stored_zip
 from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
 from server.long_strings import LongString
-from server.pages import allocate, discard, give_turn, make_ready
+from server.pages import allocate, discard, give_turn
 from server.request_context import note_decoding
 from server.row_values import cast_rows, row_digests
 from server.safetensors_file import is_safetensors, read_safetensors
@@ -96,14 +96,13 @@ def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int,
 
 def _decode_base64(text: str | bytes | memoryview) -> memoryview:
     decoded = allocate(len(text) // 4 * 3)
-    end = 0
+    values, end = np.frombuffer(decoded, np.uint8), 0
     try:
         for start in range(0, len(text), _BASE64_BLOCK):
             if end != start // 4 * 3:  # padding inside of the text
                 raise ValueError
             block = pybase64.b64decode(text[start : start + _BASE64_BLOCK], validate=True)
-            make_ready(decoded[end : end + len(block)])
-            decoded[end : end + len(block)] = block
+            values[end : end + len(block)] = np.frombuffer(block, np.uint8)  # without the GIL
             end += len(block)
             if isinstance(text, memoryview):
                 discard(text[start : start + _BASE64_BLOCK])

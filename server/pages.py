@@ -30,6 +30,7 @@ _TURN_SECONDS = 20e-6
 """Long enough for a thread that waits to wake up. (After `sleep(0)` the same thread has the lock again before another
 one has noticed that it was free.)"""
 _MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+_MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
 
 
@@ -53,10 +54,9 @@ class Pages(mmap.mmap):
 
     def populate(self, start: int, end: int) -> None:
         """This is going to be written to. Asking for pages together takes two thirds of the time that they take one by
-        one, at the first write to each."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        one, at the first write to each. `start`: a multiple of a page's size."""
         with contextlib.suppress(OSError, AttributeError):  # an older kernel, another system
-            self.madvise(_MADV_POPULATE_WRITE, first, end - first)
+            self.madvise(_MADV_POPULATE_WRITE, start, end - start)
 
     def give_back(self) -> None:
         """Piece by piece; then it is closed."""
@@ -101,26 +101,22 @@ _freeing = _Freeing()
 
 
 def allocate(size: int) -> memoryview:
-    """[size] bytes to write to."""
-    return memoryview(Pages(size) if size > SMALL_BYTES else bytearray(size))
-
-
-def make_ready(view: memoryview) -> None:
-    """All of `view`, which is a megabyte or so, is going to be written to."""
-    if isinstance(view.obj, Pages) and view.nbytes:
-        view.obj.populate(*_place(view, view.obj))
+    """[size] bytes for a thread to write to, best without the interpreter's lock: in huge pages where the system has
+    them, as numpy's own arrays are, which take a quarter of the time and now and then a millisecond to be found."""
+    if size <= SMALL_BYTES:
+        return memoryview(bytearray(size))
+    pages = Pages(size)
+    if _MADV_HUGEPAGE is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(_MADV_HUGEPAGE)
+    return memoryview(pages)
 
 
 def discard(view: memoryview) -> None:
     """Nobody reads `view` again: where it is of `Pages`, its memory is given back though others still refer to them."""
     if isinstance(view.obj, Pages) and view.nbytes:
-        view.obj.give_back_part(*_place(view, view.obj))
-
-
-def _place(view: memoryview, pages: Pages) -> tuple[int, int]:
-    """Where it begins and ends."""
-    start = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(pages, np.uint8).ctypes.data
-    return start, start + view.nbytes
+        start = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(view.obj, np.uint8).ctypes.data
+        view.obj.give_back_part(start, start + view.nbytes)
 
 
 class Gathered:

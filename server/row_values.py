@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runner.messages import DIGEST_BYTES
 from server.file_tensor import ITEM_BYTES, EmbeddingError
-from server.pages import allocate, discard, give_turn, make_ready
+from server.pages import allocate, discard, give_turn
 
 Array = npt.NDArray[Any]
 
@@ -56,8 +56,7 @@ def cast_rows(data: memoryview, hidden_size: int, source: str, target: str) -> m
         # Checked before the cast: rounding turns some NaNs into zeros.
         if _largest(block) >= limit:
             raise _refusal(block, start, hidden_size, source, target, limit)
-        if made is not None and cast is not None:
-            make_ready(made[start * ITEM_BYTES[target] : (start + step) * ITEM_BYTES[target]])
+        if cast is not None:
             _narrow(_widen(block, source), target, cast[start : start + step])
             discard(data[start * ITEM_BYTES[source] : (start + step) * ITEM_BYTES[source]])
     return data if made is None else made.toreadonly()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard, make_ready
+from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard
 from tests.server.harness import eventually
 
 MIB = 1 << 20
@@ -63,16 +63,8 @@ def test_without_a_system_that_gives_pages_together(monkeypatch: pytest.MonkeyPa
     assert gathered.view == b"".join(bytes([value]) * 300_000 for value in range(4))
 
 
-def test_a_view_can_be_made_ready() -> None:
-    for memory in (allocate(100), allocate(5 * MIB)):
-        for start, end in ((0, 0), (3, 90), (7, len(memory) - 1), (0, len(memory))):
-            make_ready(memory[start:end].cast("B"))
-            memory[start:end] = b"x" * (end - start)
-        assert bytes(memory) == b"x" * len(memory)
-
-
 def test_what_is_allocated_can_be_written_to() -> None:
-    for size in (0, 10, SMALL_BYTES, SMALL_BYTES + 1):
+    for size in (0, 10, SMALL_BYTES, SMALL_BYTES + 1, 5 * MIB + 3):
         memory = allocate(size)
         assert bytes(memory) == bytes(size)
         memory[:] = b"x" * size
