@@ -2,8 +2,9 @@
 so its limits hold over all of them.
 
 The queue is bounded in requests, in prompt rows and in bytes of embeddings; each client (an API key of the server's) in
-requests at once, requests a minute and tokens a minute. What has been admitted is counted here, what has ended by the
-engine: each number only grows and is written by one thread, so there is no lock and no difference is ever too small.
+requests at once, requests a minute and tokens a minute, which look-ups and uploads use up, too. What has been admitted
+is counted here, what has ended by the engine: each number only grows and is written by one thread, so there is no lock
+and no difference is ever too small.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class Client:
     def refusal(self, ended_requests: int, generated_tokens: int) -> Refusal | None:
         if self._concurrency is not None and self._accepted - ended_requests >= self._concurrency:
             return Refusal("concurrency", f"This API key may have {self._concurrency} requests running at once.")
+        return self.too_soon(generated_tokens)
+
+    def too_soon(self, generated_tokens: int) -> Refusal | None:
+        """By what it has had in the last minute."""
         if self._tokens is not None:
             self._tokens.take(generated_tokens - self._generated)
             self._generated = generated_tokens
@@ -99,10 +104,14 @@ class Client:
 
     def accept(self, prompt_rows: int) -> None:
         self._accepted += 1
+        self.charge(prompt_rows)
+
+    def charge(self, rows: int) -> None:
+        """One request, and its tokens."""
         if self._requests is not None:
             self._requests.take(1)
         if self._tokens is not None:
-            self._tokens.take(prompt_rows)
+            self._tokens.take(rows)
 
 
 class Admission:
@@ -128,6 +137,16 @@ class Admission:
             return Refusal("rows_full", "The server's memory for prompt embeddings is full.")
         client = request.client
         return self._clients[client].refusal(ended.ended_requests[client], ended.generated_tokens[client])
+
+    def charge(self, client: int, rows: int, ended: Ended) -> Refusal | None:
+        """For what is answered without the queue (look-ups, uploads): it counts as a request of so many tokens. Or why
+        it may not be answered now."""
+        if not 0 <= client < len(self._clients):
+            return Refusal("invalid", "there is no such client")
+        refusal = self._clients[client].too_soon(ended.generated_tokens[client])
+        if refusal is None:
+            self._clients[client].charge(rows)
+        return refusal
 
     def accept(self, request: Request) -> None:
         self._sequences += request.n

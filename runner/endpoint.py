@@ -33,11 +33,13 @@ from runner.messages import (
     Hello,
     Loading,
     LookUp,
+    PutRows,
     Ready,
     Rejected,
     RejectReason,
     Stats,
     StepOutput,
+    StoreAnswer,
     ToStore,
     WorkerGone,
     decode_to_runner,
@@ -106,7 +108,7 @@ class Endpoint:
 
         info, trusted = engine.info, self._config.trust_remote_code
         self._grammars = GrammarCompiler(info.path, info.vocab_size, trust_remote_code=trusted)
-        self._table = TokenTable(engine.model, info.max_model_len, self._send)
+        self._table = TokenTable(engine.model, info.max_model_len, self._send, len(self._config.clients))
         self._engine = engine
         self._set_status(Ready(engine.info))
 
@@ -240,15 +242,25 @@ class Endpoint:
         return None
 
     def _ask_store(self, message: ToStore, frames: list[memoryview]) -> None:
-        if self._engine is not None:
-            row_size = self._engine.info.hidden_size * self._engine.model.dtype.itemsize
-            self._send(message.worker, answer(self._store, message, frames, row_size))
+        if self._engine is None:
+            return
+        if isinstance(message, PutRows):
+            # Its rows are tokens once a prompt has them. Without keys everybody is one client.
+            refusal = self._admission.charge(max(message.owner, 0), 0, self._engine)
+            if refusal is not None:
+                problem = StoreAnswer(message.request, (), False, "rate_limit", refusal.message, refusal.retry_after)
+                return self._send(message.worker, problem)
+        row_size = self._engine.info.hidden_size * self._engine.model.dtype.itemsize
+        self._send(message.worker, answer(self._store, message, frames, row_size))
 
     def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:
-        if self._table is None:
-            self._send(message.worker, Rejected(message.request, "queue_full", "The model is still loading."))
-        else:
-            self._table.look_up(message, frames)
+        if self._table is None or self._engine is None:
+            return self._reject(message, "queue_full", "The model is still loading.")
+        rows = sum(frame.nbytes for frame in frames) // 4
+        refusal = self._admission.charge(message.client, rows, self._engine)
+        if refusal is not None:
+            return self._reject(message, refusal.reason, refusal.message, refusal.retry_after)
+        self._table.look_up(message, frames)
 
     def _abort(self, message: Abort) -> None:
         with self._compiling_lock:
@@ -259,7 +271,7 @@ class Endpoint:
             else:
                 waiting.append(message)
 
-    def _reject(self, message: Generate, reason: RejectReason, text: str, retry_after: float = 0.0) -> None:
+    def _reject(self, message: Generate | LookUp, reason: RejectReason, text: str, retry_after: float = 0.0) -> None:
         self._send(message.worker, Rejected(message.request, reason, text, retry_after))
 
     # --- the compiling threads --------------------------------------------------------------------------------------

@@ -32,21 +32,23 @@ class ImageInput:
     """What the image processor made of it, in the message's own memory."""
     grid: tuple[int, ...]
     digest: bytes
-    """Of what it shows: equal ones become equal rows."""
+    """Of what it shows, and of the cache salt: equal ones become equal rows, and how soon they do tells nobody with
+    another salt that this image was here."""
 
 
 def image_inputs(
-    spans: Sequence[Span], frames: Sequence[memoryview], digests: bytes, vision: VisionInfo | None
+    spans: Sequence[Span], frames: Sequence[memoryview], digests: bytes, vision: VisionInfo | None, salt: bytes = b""
 ) -> list[ImageInput]:
     """A message's images.
 
     Args:
-        frames: one a span. digests: of all rows.
+        frames: one a span. digests: of all rows. salt: the request's cache salt.
 
     Raises:
         InvalidImage
     """
     images, first = [], 0
+    key = blake2b(salt, digest_size=32).digest()
     for index, (span, frame) in enumerate(zip(spans, frames, strict=True)):
         if span.pixels:
             if vision is None:
@@ -55,7 +57,7 @@ def image_inputs(
                 raise InvalidImage("an image's frame doesn't have the size that the model takes")
             own = digests[first * DIGEST_BYTES : (first + span.length) * DIGEST_BYTES]
             pixels = np.frombuffer(frame, np.float32).reshape(span.pixels)
-            digest = blake2b(own, digest_size=DIGEST_BYTES).digest()
+            digest = blake2b(own, key=key, digest_size=DIGEST_BYTES).digest()
             images.append(ImageInput(index, span.length, pixels, span.grid, digest))
         first += span.length
     return images

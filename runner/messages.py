@@ -7,7 +7,8 @@ array); `Generate` is followed by raw frames, in this order:
 
 1. `token_ids`: int32 [num_rows], native byte order; `EMBEDDING_ID` at embedding rows;
 2. `row_digests`: uint8 [num_embedding_rows, DIGEST_BYTES], one digest per embedding row in prompt order, taken of the
-   row's bytes in the model's dtype; none for the rows of spans that name a stored embedding. Empty when there is none;
+   row's bytes in the model's dtype (of short rows a few together); none for the rows of spans that name a stored
+   embedding. Empty when there is none;
 3. only if `has_hints`: int32 [num_embedding_rows], the token that a row stands for in the client's opinion, or
    `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
 4. only if `has_positions`: position ids, int32 [3, num_rows];
@@ -54,7 +55,7 @@ defaults let a hostile grammar take most of a second (docs/structured_outputs.md
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit", "not_found"]
 """`not_found`: a stored embedding that a span names has gone."""
-StoreProblem = Literal["", "not_found", "too_large", "full", "invalid"]
+StoreProblem = Literal["", "not_found", "too_large", "full", "invalid", "rate_limit"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -185,10 +186,12 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
     """Asks for the model's own input rows. Followed by one raw frame: `token_ids`, int32 [n], native byte order.
-    Answered by `TokenRows`, or by `Rejected`. `request` is drawn from the same numbers as `Generate.request`."""
+    Answered by `TokenRows`, or by `Rejected`. `request` is drawn from the same numbers as `Generate.request`, and
+    `client` is as there."""
 
     worker: int
     request: int
+    client: int = 0
 
 
 class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
@@ -261,6 +264,10 @@ class StoreAnswer(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     has_more: bool = False
     """There are further ones behind the page."""
     problem: StoreProblem = ""
+    message: str = ""
+    """Which limit it is, where `problem` is `rate_limit`."""
+    retry_after: float = 0.0
+    """Seconds."""
 
 
 class VisionInfo(msgspec.Struct, frozen=True, array_like=True):

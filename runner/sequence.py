@@ -161,7 +161,7 @@ class Request:
         position_ids = _positions(frames[after_hints], prompt_len, vision) if message.has_positions else None
         two_way = _two_way(spans, digests, vision)
         try:
-            images = image_inputs(spans, frames[first_span:], digests, vision)
+            images = image_inputs(spans, frames[first_span:], digests, vision, salt=message.cache_salt.encode())
         except InvalidImage as error:
             raise InvalidRequest(str(error)) from None
         no_rows = memoryview(b"")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,20 +25,24 @@ from runner.model import Model
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Look-ups; one more is rejected."""
+"""Look-ups; one more is rejected. Where there are several clients, one may have a quarter of them."""
 _ROWS_AT_ONCE = 512
 """On the device."""
 
 
 class TokenTable:
-    def __init__(self, model: Model, max_rows: int, send: Callable[[int, FromRunner], None]) -> None:
+    def __init__(
+        self, model: Model, max_rows: int, send: Callable[[int, FromRunner], None], num_clients: int = 1
+    ) -> None:
         """`max_rows`: of one look-up. `send`: to a worker; may be called from any thread."""
         self._model, self._max_rows, self._send = model, max_rows, send
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token table")
         self._stream: torch.cuda.Stream | None = None
         if model.device.type == "cuda":
             self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-        self._waiting = 0
+        self._waiting: Counter[int] = Counter()
+        """By client."""
+        self._max_each = MAX_WAITING if num_clients == 1 else MAX_WAITING // 4
         self._lock = threading.Lock()
 
     def look_up(self, message: LookUp, frames: list[memoryview]) -> None:
@@ -50,8 +55,8 @@ class TokenTable:
         if ids.min() < 0 or ids.max() >= self._model.vocab_size:
             return self._reject(message, "invalid", f"token ids must be below {self._model.vocab_size}")
         with self._lock:
-            full = self._waiting >= MAX_WAITING
-            self._waiting += not full
+            full = self._waiting.total() >= MAX_WAITING or self._waiting[message.client] >= self._max_each
+            self._waiting[message.client] += not full
         if full:
             return self._reject(message, "queue_full", "Too many look-ups are waiting.")
         self._thread.submit(self._answer, message, ids)
@@ -66,7 +71,7 @@ class TokenTable:
             self._reject(message, "queue_full", "The rows could not be looked up now.")
         finally:
             with self._lock:
-                self._waiting -= 1
+                self._waiting[message.client] -= 1
 
     @torch.inference_mode()
     def _rows(self, ids: NDArray[np.int32]) -> Tensor:

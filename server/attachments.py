@@ -16,7 +16,7 @@ from server.segments import Attachment
 _MAX_TOLD_CHARS = 64
 
 
-def attach(body: Mapping[str, Any], fields: Mapping[str, bytearray]) -> None:
+def attach(body: Mapping[str, Any], fields: Mapping[str, memoryview]) -> None:
     """Changes the parts in `body` in place. Raises InvalidRequest where a part names no field or one that another part
     has named, or a field is named by no part."""
     unused = dict(fields)

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.long_strings import CutBody
+from server.pages import Gathered
 
 _IN_PLACE_BYTES = 256 * 1024
 """Bodies up to this size take less time to parse than a thread takes to wake up."""
@@ -34,27 +35,27 @@ async def read_json(request: Request) -> dict[str, Any]:
     media_type = media_type_of(request)
     if media_type != "application/json":
         raise UnsupportedMediaType("The content type must be application/json.")
-    body = bytearray()
+    body = Gathered()
     try:
         # Not `request.body()`: the request would keep it as long as the answer takes.
         async for chunk in request.stream():
-            body += chunk
+            body.add(chunk)
     except ClientDisconnect:
         # Nobody reads this answer; the status is what the access log shows.
         raise APIError(499, "The client closed the connection before the body was complete.") from None
     if len(body) <= _IN_PLACE_BYTES:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_large, body)
+        return parse_object(body.view)
+    return await asyncio.to_thread(parse_large, body.view)
 
 
-def parse_large(body: bytearray) -> dict[str, Any]:
+def parse_large(body: memoryview) -> dict[str, Any]:
     """`parse_object`, with embeddings as `LongString`s."""
     cut = CutBody(body)
     value = parse_object(cut.rest)
     return value if cut.put_back(value) else parse_object(body)
 
 
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
+def parse_object(body: bytes | memoryview) -> dict[str, Any]:
     """Raises InvalidRequest. No message quotes the body."""
     try:
         value = msgspec.json.decode(body)

@@ -9,7 +9,8 @@ from a worker thread, never on the event loop.
 
 What arrives is hostile until proven otherwise. Nothing is unpickled. Sizes are declared in headers, so they are
 compared with the limits and with the payload's length before anything is allocated: decoding takes at most the base64's
-decoded bytes and one copy of the rows. No message quotes content and nothing is logged.
+decoded bytes and one copy of the rows, and of what has been decoded or copied the memory is given back at once (a
+request's body is read only once). No message quotes content and nothing is logged.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pybase64
 from server import npy_file, stored_zip
 from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
 from server.long_strings import LongString
+from server.pages import allocate, discard, give_turn
 from server.request_context import note_decoding
 from server.row_values import cast_rows, row_digests
 from server.safetensors_file import is_safetensors, read_safetensors
@@ -93,16 +95,18 @@ def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int,
 
 
 def _decode_base64(text: str | bytes | memoryview) -> memoryview:
-    decoded = np.empty(len(text) // 4 * 3, dtype=np.uint8).data
-    end = 0
+    decoded = allocate(len(text) // 4 * 3)
+    values, end = np.frombuffer(decoded, np.uint8), 0
     try:
         for start in range(0, len(text), _BASE64_BLOCK):
             if end != start // 4 * 3:  # padding inside of the text
                 raise ValueError
             block = pybase64.b64decode(text[start : start + _BASE64_BLOCK], validate=True)
-            decoded[end : end + len(block)] = block
+            values[end : end + len(block)] = np.frombuffer(block, np.uint8)  # without the GIL
             end += len(block)
-            time.sleep(0)
+            if isinstance(text, memoryview):
+                discard(text[start : start + _BASE64_BLOCK])
+            give_turn()
     except ValueError:  # binascii.Error is one
         raise EmbeddingError(
             "the prompt embedding is not valid base64: use the standard alphabet with padding,"

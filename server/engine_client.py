@@ -207,7 +207,9 @@ class EngineClient:
         number = next(self._ids)
         async with self._look_ups.open(number, self._live_seconds) as answer:
             ids = np.array(token_ids, dtype=np.int32)
-            if not self._send(encode(LookUp(self._worker, number)), ids.data):
+            context = current_request.get()
+            client = (context and context.api_key) or 0
+            if not self._send(encode(LookUp(self._worker, number, client)), ids.data):
                 raise QueueFull("The engine is not taking requests fast enough.")
             return await answer
 
@@ -323,6 +325,8 @@ class EngineClient:
         elif isinstance(message, Rejected):
             self._on_rejected(message)
         elif isinstance(message, StoreAnswer):
+            if message.problem == "rate_limit":
+                self.metrics.count_rejected(message.problem)
             self.stored.on_answer(message)
         elif isinstance(message, Ready):
             self._answered = True
@@ -355,8 +359,8 @@ class EngineClient:
             error = NoSuchEmbedding("prompt")
         if inbox is not None:
             self._refuse(inbox, error, message.reason)
-        else:
-            self._look_ups.reject(message.request, error)
+        elif self._look_ups.reject(message.request, error):
+            self.metrics.count_rejected(message.reason)
 
     def _on_step(self, step: StepOutput) -> None:
         """Hand out one step's output. Runs once per step, its loop once per token: keep it short."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import re
-import time
 import warnings
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
@@ -19,6 +18,7 @@ import pybase64
 from PIL import Image, ImageOps
 
 from server.long_strings import LongString
+from server.pages import give_turn
 
 # Pillow tells standard error of damaged metadata, and of sizes that are refused here anyway. (Not around each call:
 # what is ignored is ignored in all threads.)
@@ -74,9 +74,11 @@ def read_data_url(url: str, limits: ImageLimits) -> bytes:
         return _checked(_unescaped(rest.encode() if isinstance(rest, str) else bytes(rest)), limits)
     if len(data) - match.end() > (limits.max_bytes + 2) // 3 * 4:
         raise ImageError(f"the image has more than {limits.max_bytes} bytes")
-    starts = range(match.end(), len(data), _BASE64_BLOCK)
+    blocks: list[bytes] = []
     try:
-        blocks = [pybase64.b64decode(data[start : start + _BASE64_BLOCK], validate=True) for start in starts]
+        for start in range(match.end(), len(data), _BASE64_BLOCK):
+            blocks.append(pybase64.b64decode(data[start : start + _BASE64_BLOCK], validate=True))
+            give_turn()
     except ValueError:
         raise ImageError("the data: URL is not valid base64") from None
     return _checked(b"".join(blocks), limits)
@@ -91,7 +93,7 @@ def _unescaped(text: bytes) -> bytes:
         end = cut if cut >= 0 else end
         blocks.append(unquote_to_bytes(text[start:end]))
         start = end
-        time.sleep(0)
+        give_turn()
     return b"".join(blocks)
 
 

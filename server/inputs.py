@@ -346,7 +346,7 @@ async def _decode(data: str | Attachment, services: Services, max_rows: int, whe
     model = services.model
     try:
         if isinstance(data, Attachment):
-            return await decode_payload(memoryview(data.payload), model, max_rows)
+            return await decode_payload(data.payload, model, max_rows)
         return await asyncio.to_thread(
             decode_base64_embedding,
             data,

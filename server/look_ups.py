@@ -36,10 +36,13 @@ class LookUps:
             if message.is_last:
                 found[1].set_result(found[0])
 
-    def reject(self, number: int, error: APIError) -> None:
+    def reject(self, number: int, error: APIError) -> bool:
+        """Whether there was one to reject."""
         found = self._open.get(number)
-        if found is not None and not found[1].done():
-            found[1].set_exception(error)
+        if found is None or found[1].done():
+            return False
+        found[1].set_exception(error)
+        return True
 
     def fail(self, error: APIError) -> None:
         """The runner is gone."""

@@ -14,6 +14,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from server.errors import APIError, InvalidRequest, bounded
+from server.pages import Gathered
 
 MEDIA_TYPE = "multipart/form-data"
 MAX_FIELDS = 256
@@ -28,7 +29,7 @@ _ENCODINGS = (b"", b"binary", b"7bit", b"8bit")
 # It would log every malformed body, with pieces of it.
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
-Fields = dict[str, bytearray]
+Fields = dict[str, memoryview]
 
 
 async def read_fields(chunks: AsyncIterator[bytes], content_type: str) -> Fields:
@@ -57,8 +58,8 @@ class _Reader:
     """`feed` what comes, then `finish`. Both raise InvalidRequest."""
 
     def __init__(self, boundary: bytes) -> None:
-        self._fields: Fields = {}
-        self._field = bytearray()
+        self._fields: dict[str, Gathered] = {}
+        self._field = Gathered()
         """The one that is being read."""
         self._headers: dict[bytes, bytes] = {}
         self._header_name = self._header_value = b""
@@ -87,11 +88,11 @@ class _Reader:
     def finish(self) -> Fields:
         if not self._complete:
             raise _malformed("it ends before its last boundary")
-        return self._fields
+        return {name: field.view for name, field in self._fields.items()}
 
     def close(self) -> None:
         """Lets go of everything: reader and parser are a cycle, and megabytes must not wait for the collector."""
-        self._fields, self._field = {}, bytearray()
+        self._fields, self._field = {}, Gathered()
         self._parser.callbacks = {}
 
     # --- called by the parser ---------------------------------------------------------------------------------------
@@ -133,10 +134,10 @@ class _Reader:
             raise _malformed(f"it has the field {bounded(name, _MAX_TOLD_CHARS)!r} twice")
         if len(self._fields) == MAX_FIELDS:
             raise _malformed(f"it has more than {MAX_FIELDS} fields")
-        self._field = self._fields[name] = bytearray()
+        self._field = self._fields[name] = Gathered()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
-        self._field += memoryview(data)[start:end]
+        self._field.add(memoryview(data)[start:end])
 
     def _on_end(self) -> None:
         self._complete = True

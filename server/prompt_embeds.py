@@ -79,13 +79,13 @@ async def delete_embedding(embedding_id: str, request: Request) -> Response:
     return _json({"id": embedding_id, "object": "prompt_embeds", "deleted": True})
 
 
-async def _keep(body: Mapping[str, Any], payload: bytearray, services: Services) -> Response:
+async def _keep(body: Mapping[str, Any], payload: memoryview, services: Services) -> Response:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest("model must be a string.", param="model")
     services.model_name(model)
     try:
-        rows = await decode_payload(memoryview(payload), services.model, services.model.max_model_len)
+        rows = await decode_payload(payload, services.model, services.model.max_model_len)
     except EmbeddingError as error:
         raise InvalidRequest(f"The upload is refused: {error}.", param="file") from None
     entry = await _store(services).put(rows, await asyncio.to_thread(_hex_digest, rows.data))

@@ -16,6 +16,7 @@ from server.attachments import attach
 from server.body import media_type_of, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, read_fields
+from server.pages import Gathered
 
 JSON_FIELD = "request"
 _RAW_TYPE = "application/octet-stream"
@@ -36,7 +37,7 @@ async def read_request(request: Request) -> dict[str, Any]:
     return await read_json(request)
 
 
-async def read_upload(request: Request) -> tuple[dict[str, Any], bytearray]:
+async def read_upload(request: Request) -> tuple[dict[str, Any], memoryview]:
     """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
@@ -51,10 +52,10 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], bytearray]:
         return body, fields.popitem()[1]
     if media_type != _RAW_TYPE:
         raise UnsupportedMediaType(f"The content type must be {_RAW_TYPE} or {MEDIA_TYPE}.")
-    payload = bytearray()
+    payload = Gathered()
     async for chunk in _chunks(request):
-        payload += chunk
-    return {}, payload
+        payload.add(chunk)
+    return {}, payload.view
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:

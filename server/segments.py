@@ -44,7 +44,7 @@ class IdsPart:
 class Attachment:
     """A tensor field of a multipart body. `attachments` puts it where the part that names it would have `data`."""
 
-    payload: bytearray = field(repr=False)
+    payload: memoryview = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

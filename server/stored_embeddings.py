@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -69,6 +70,8 @@ class StoredEmbeddings:
             raise BodyTooLarge("These rows are larger than what this server stores for one client.")
         if answer.problem == "full":
             raise QueueFull("The server's memory for stored embeddings is in use.")
+        if answer.problem == "rate_limit":
+            raise QueueFull(answer.message, retry_after=max(1, math.ceil(answer.retry_after)))
         if answer.problem:
             raise InvalidRequest("These rows cannot be stored.")
         return answer.entries[0]

@@ -8,10 +8,11 @@ process); the runner turns them into rows. An image stands in a prompt exactly a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -28,6 +29,7 @@ from server.image_file import ImageError, ImageLimits, beginning, decode_image, 
 from server.request_context import current_request
 from server.segments import ImagePart
 from server.tokenizer import Tokenizer
+from server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Vision:
         self.layout, self.info = layout, info
         self._processor, self._fetcher, self._limits = processor, fetcher, limits
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="image")
-        self._fetching = asyncio.Semaphore(_FETCHED_AT_ONCE)
+        self._preparing, self._fetching = Turns(_THREADS), Turns(_FETCHED_AT_ONCE)
         self.held = 0
         """Bytes of prepared images, until their requests let go of them."""
         # Takes the placeholder's place in the chat template (`image_template`), so that no text that a client writes
@@ -120,22 +122,38 @@ class Vision:
         return max(self.info.image_rows, 1)
 
     async def load_image(self, part: ImagePart, max_rows: int) -> PreparedImage:
-        """Raises InvalidRequest, ContextLengthExceeded for more than `max_rows`, or QueueFull."""
-        loop = asyncio.get_running_loop()
+        """Raises InvalidRequest, ContextLengthExceeded for more than `max_rows`, or QueueFull. API keys take turns."""
         self._check_room(0)
         try:
             if beginning(part.url)[:5].lower() == "data:":
-                image = await loop.run_in_executor(self._threads, self._from_data_url, part.url, max_rows)
+                image = await self._in_thread(lambda: self._from_data_url(part.url, max_rows))
             else:
-                async with self._fetching:
+                async with self._fetching.turn(_api_key()):
                     data = await self._fetcher.fetch(part.url)
-                    image = await loop.run_in_executor(self._threads, self._from_file, data, max_rows)
+                    image = await self._in_thread(lambda: self._from_file(data, max_rows))
         except TooManyImageRows as error:
             raise ContextLengthExceeded(f"{part.where}: {error}.", param=part.where) from None
         except ImageError as error:
             raise InvalidRequest(f"{part.where}: {error}.", param=part.where, code="invalid_image") from None
         self._hold(image.pixels.nbytes)
         return image
+
+    async def _in_thread(self, prepare: Callable[[], PreparedImage]) -> PreparedImage:
+        await self._preparing.enter(_api_key())
+        loop = asyncio.get_running_loop()
+
+        def over(_: Future[PreparedImage]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._preparing.leave)
+
+        # Who stops waiting for it does not stop the thread: others get their turn when that is free.
+        try:
+            work = self._threads.submit(prepare)
+        except BaseException:
+            self._preparing.leave()
+            raise
+        work.add_done_callback(over)
+        return await asyncio.wrap_future(work)
 
     def _check_room(self, nbytes: int) -> None:
         if self.held and self.held + nbytes > MAX_HELD_BYTES:
@@ -200,6 +218,11 @@ class Vision:
 class TooManyImageRows(ImageError):
     def __init__(self, rows: int, max_rows: int) -> None:
         super().__init__(f"the image takes {rows} tokens, and there is room for {max(max_rows, 0)}")
+
+
+def _api_key() -> int | None:
+    context = current_request.get()
+    return None if context is None else context.api_key
 
 
 def layout_of(info: VisionInfo, tokenizer: Tokenizer) -> Layout:

@@ -54,6 +54,9 @@ SHUTTING_DOWN = "The server is shutting down."
 FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
 _COLLECT_AFTER_OBJECTS = 20_000
+_SWITCH_SECONDS = 0.0005
+"""How long a thread that wants the interpreter's lock waits until it asks the one that has it. With Python's own 5 ms
+the event loop waited so long each time that another thread was busy with Python (a template, an image, a parser)."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
 _HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
@@ -324,6 +327,7 @@ def configure_process(log_level: str, log_format: str = "text") -> None:
     for ours in ("intarsia", "server"):
         logging.getLogger(ours).setLevel(log_level.upper())
     _raise_file_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def _raise_file_limit() -> None:

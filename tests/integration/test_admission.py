@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import safetensors.torch
+import torch
 
 from tests.integration.real_server import RealServer
+from tests.models import HIDDEN_SIZE
 from tests.server.harness import Stream, eventually
 
 KEYS = (
@@ -20,6 +24,8 @@ KEYS = (
     "careful concurrency=1",
     "slow requests=2",
     "poor name=poor tokens=20",
+    "uploader requests=2",
+    "looker tokens=20",
 )
 
 
@@ -93,6 +99,27 @@ def test_tokens_a_minute(server: GuardedServer) -> None:
     status, code, wait = refused(server.stream("poor"))
     assert (status, code) == (429, "rate_limit_exceeded")
     assert 30 < wait <= 90
+
+
+def test_what_needs_no_slot(server: GuardedServer) -> None:
+    """Uploads are requests; look-ups are, too, and their rows are tokens."""
+    file = safetensors.torch.save({"rows": torch.zeros(3, HIDDEN_SIZE)})
+    posts: dict[str, tuple[str, dict[str, Any]]] = {
+        "uploader": ("/v1/prompt_embeds", {"content": file}),
+        "looker": ("/v1/token_embeddings", {"json": {"input": [5] * 12}}),
+    }
+    with server.client() as client:
+        for key, (path, what) in posts.items():
+            kind = "application/octet-stream" if "content" in what else "application/json"
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
+            answers = [client.post(path, headers=headers, **what) for _ in range(3)]
+            assert [each.status_code for each in answers] == [200, 200, 429], answers[-1].text
+            assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+            assert "a minute" in answers[2].json()["error"]["message"]
+            assert 0 < int(answers[2].headers["Retry-After"]) <= 30
+        assert client.get("/v1/prompt_embeds", headers={"Authorization": "Bearer uploader"}).status_code == 200
+        text = client.get("/metrics").text
+    assert re.search(r'admission_rejections_total{model_name="m",reason="rate_limit"} [2-9]', text)
 
 
 def test_a_queue_that_is_full_of_tokens(server: GuardedServer) -> None:

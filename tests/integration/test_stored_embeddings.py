@@ -105,6 +105,29 @@ def test_stored_and_inline_rows_share_blocks(server: RealServer, llama: Path) ->
         assert cached(stored(middle), stored(middle)) == 0
 
 
+def test_embeddings_that_begin_alike_share_whole_groups(server: RealServer, llama: Path) -> None:
+    """These rows are short: they are hashed by fours, from an embedding's first one on."""
+    (ids,) = clear_texts(llama, 1, random.Random(13))
+    rows = embed(llama, (ids * 5)[: 4 * BLOCK + 5])
+    with server.client() as client:
+
+        def cached(before: list[int], row: int | None, salt: str) -> int:
+            changed = rows.clone()
+            if row is not None:
+                changed[row] += 1
+            prompt = [{"type": "prompt_embeds", "data": as_safetensors(changed)}]
+            body = greedy(prompt=[token_ids(before), *prompt] if before else prompt, max_tokens=1, cache_salt=salt)
+            answer = client.post("/v1/completions", json=body).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        for before in ([], [5, 6]):
+            salt = f"alike{len(before)}"
+            assert cached(before, None, salt) == 0
+            for row in (0, 15, 16, 29, 31, 50, 63):
+                alike = len(before) + (row if not before else row // 4 * 4)
+                assert cached(before, row, salt) == alike // BLOCK * BLOCK
+
+
 def test_chat(server: RealServer, llama: Path) -> None:
     (ids,) = clear_texts(llama, 1, random.Random(13))
     inline = {"type": "prompt_embeds", "data": as_safetensors(embed(llama, ids))}

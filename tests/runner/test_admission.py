@@ -115,6 +115,26 @@ def test_a_client_is_bounded_in_tokens_a_minute() -> None:
     assert gate.reason() == ""
 
 
+def test_what_needs_no_slot_counts_as_well() -> None:
+    """As requests a minute and as tokens, not as requests at once."""
+    limits = ClientLimits(concurrency=1, requests_per_minute=6, tokens_per_minute=60)
+    gate = Gate(clients=(limits, ClientLimits()))
+
+    def charge(rows: int, client: int = 0) -> str:
+        refusal = gate.admission.charge(client, rows, gate.engine)
+        return "" if refusal is None else refusal.reason
+
+    assert [charge(0), gate.reason(), charge(0), charge(40)] == [""] * 4
+    gate.engine.ended_requests = [1, 0]
+    assert [charge(30), gate.reason()] == ["", "rate_limit"], "14 in debt"
+    refusal = gate.admission.charge(0, 1, gate.engine)
+    assert refusal is not None and refusal.reason == "rate_limit" and refusal.retry_after == pytest.approx(15)
+    gate.clock.now += 16
+    assert [charge(0), charge(0), charge(0)] == ["", "", "rate_limit"], "requests, of which two have come back"
+    assert [charge(10**6, client=1) for _ in range(9)] == [""] * 9
+    assert charge(1, client=2) == charge(1, client=-1) == "invalid"
+
+
 def test_what_is_refused_costs_nothing() -> None:
     gate = Gate(max_queue=0, clients=(ClientLimits(requests_per_minute=3, concurrency=3),))
     assert [gate.reason() for _ in range(10)] == ["", "", *["queue_full"] * 8]

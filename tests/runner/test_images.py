@@ -26,7 +26,7 @@ GRID = VisionInfo("qwen2_vl", 3, mrope=True, merge_size=2, pixel_shape=(0, 5), m
 
 def make(
     spans: list[Span], vision: VisionInfo | None, *, prompt_len: int = 12, positions: Any = None, change: Any = bytes,
-    number: int = 1, max_tokens: int = 10,
+    number: int = 1, max_tokens: int = 10, salt: str = "",
 ) -> Request:  # fmt: skip
     """`change`: what is done to the images' frames."""
     ids = np.full(prompt_len, 7, np.int32)
@@ -38,7 +38,9 @@ def make(
     for span in spans:
         size = 4 * int(np.prod(span.pixels)) if span.pixels else span.length * ROW_SIZE
         frames.append(change(bytes(size)) if span.pixels else bytes(size))
-    message = Generate(0, number, 1, SamplingParams(max_tokens), tuple(spans), has_positions=positions is not None)
+    message = Generate(
+        0, number, 1, SamplingParams(max_tokens), tuple(spans), salt, has_positions=positions is not None
+    )
     return Request.from_message(
         message, [memoryview(frame) for frame in frames], vocab_size=10, row_size=ROW_SIZE, max_model_len=64,
         block_size=4, private_cache=False, vision=vision,
@@ -58,6 +60,13 @@ def test_an_image_beside_rows() -> None:
     assert request.row_bytes == 12 * 4 + 4 * ROW_SIZE + 2 * ROW_SIZE
     request.set_rows(0, np.ones((4, ROW_SIZE), np.uint8))
     assert [(row, len(rows)) for row, rows in request.embedding_rows(3, 10)] == [(3, 3), (8, 2)]
+
+
+def test_images_are_the_same_ones_only_under_one_salt() -> None:
+    """By the digest the rows of encoded images are kept and found."""
+    digests = [make([IMAGE], FIXED, number=number, salt=salt).images[0].digest for number, salt in enumerate("aab")]
+    assert digests[0] == digests[1] != digests[2]
+    assert make([IMAGE], FIXED).images[0].digest not in digests
 
 
 def test_an_image_of_any_size() -> None:

@@ -76,6 +76,23 @@ def test_what_is_invalid(model: Model, frames: list[memoryview]) -> None:
     assert message.reason == "invalid"
 
 
+def test_one_of_several_clients_may_have_a_quarter(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, gate = Sent(), threading.Event()
+    table = TokenTable(model, 128, sent, num_clients=3)
+    rows = table._rows
+    monkeypatch.setattr(table, "_rows", lambda ids: rows(ids) if gate.wait(30) else None)
+    for number in range(MAX_WAITING // 4 + 2):
+        table.look_up(LookUp(0, number, 1), frame([5]))
+    table.look_up(LookUp(0, 99, 2), frame([5]))
+    sent.wait(2)
+    assert [m.request for _, m in sent.messages] == [MAX_WAITING // 4, MAX_WAITING // 4 + 1]  # type: ignore[union-attr]
+    gate.set()
+    sent.wait(MAX_WAITING // 4 + 3)
+    assert 99 in [m.request for _, m in sent.messages if isinstance(m, TokenRows)]
+    table.look_up(LookUp(0, 100, 1), frame([5]))
+    sent.wait(MAX_WAITING // 4 + 4)
+
+
 def test_too_many_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a device that fails rejects one, not all that follow."""
     sent, gate = Sent(), threading.Event()

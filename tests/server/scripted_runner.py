@@ -72,6 +72,7 @@ class Script:
     linger: bool = False
     """Ignore end-of-file on standard input, as a runner that hangs would."""
     max_model_len: int = 512
+    dtype: str = "float32"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -170,7 +171,7 @@ class ScriptedRunner:
             self.choices = [each for each in self.choices if each not in running]
             self.workers.pop(message.worker).close(linger=0)
         elif isinstance(message, ToStore):
-            row_size = 4 * self.model_info().hidden_size
+            row_size = (4 if self.script.dtype == "float32" else 2) * self.model_info().hidden_size
             rows = [memoryview(frame) for frame in frames[1:]]
             self.send(answer(self.store, message, rows, row_size), message.worker)
             self.write("stored", worker=message.worker, entries=len(self.store))
@@ -230,7 +231,7 @@ class ScriptedRunner:
         return ModelInfo(
             path=self.script.model,
             model_type=config["model_type"],
-            dtype="float32",
+            dtype=self.script.dtype,
             hidden_size=config["hidden_size"],
             vocab_size=config["vocab_size"],
             max_model_len=self.script.max_model_len,

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import io
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -365,6 +366,40 @@ def test_what_does_not_go_with_images(api: tuple[Api, FakeEngine]) -> None:
     answer = client.post("/tokenize", {"messages": [{"role": "user", "content": [text("a"), image()]}]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[1].type")
     assert not engine.submitted
+
+
+def test_keys_take_turns_with_their_images() -> None:
+    """One key's many images, though they came first, hold up another's for as many as are being prepared."""
+
+    async def main() -> None:
+        seen, order, go_on = vision(), list[int](), threading.Event()
+        make = seen._processor
+
+        def processor(images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+            order.append(images[0].width)
+            assert go_on.wait(10)
+            return make(images, return_tensors)  # type: ignore[no-any-return]
+
+        seen._processor = processor
+        tasks = []
+        for number, key in enumerate([0] * 8 + [1]):
+            buffer = io.BytesIO()
+            picture(0, 20 + number, 20).save(buffer, "png")
+            url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            current_request.set(RequestContext("", api_key=key))
+            tasks.append(asyncio.create_task(seen.load_image(ImagePart(url, "p"), ROWS)))
+            await asyncio.sleep(0)
+        for task in tasks[2:4]:  # their clients have gone
+            task.cancel()
+        go_on.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in found] == [False] * 2 + [True] * 2 + [False] * 5
+        # Two threads: what they began with, then by turns.
+        assert sorted(order) == [20, 21, 24, 25, 26, 27, 28]
+        assert order.index(28) <= 3
+        seen.close()
+
+    asyncio.run(main())
 
 
 # --- positions ------------------------------------------------------------------------------------------------------

@@ -33,10 +33,14 @@ def server(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPa
             yield server.wait_ready()
 
 
-def anonymous_bytes(pid: int) -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+def status_bytes(pid: int, name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10
+
+
+def anonymous_bytes(pid: int) -> int:
+    return status_bytes(pid, "RssAnon")
 
 
 def embedding(rows: int) -> str:
@@ -84,3 +88,24 @@ def test_a_large_body_is_let_go_of(server: ServerProcess, kind: str, stream: boo
     finally:
         connection.close()
     eventually(lambda: len(server.messages("abort")) > aborted)
+
+
+@pytest.mark.parametrize("form", ["base64", "multipart"])
+def test_decoding_takes_no_second_body(server: ServerProcess, form: str) -> None:
+    """Of 20 MiB of float16 become 40 of float32: what has been decoded or cast is given back on the way."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((ROWS, HIDDEN_SIZE), dtype=np.float16))
+    source = {"data": base64.b64encode(file.getvalue()).decode()} if form == "base64" else {"part": "rows"}
+    text = json.dumps({"prompt": [{"type": "prompt_embeds", **source}], "max_tokens": 1})
+    server.complete(1)
+    pid = server.process.pid
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from here
+    before = status_bytes(pid, "VmRSS")
+    with server.client() as client:
+        if form == "base64":
+            answer = client.post("/v1/completions", content=text, headers={"Content-Type": "application/json"})
+        else:
+            answer = client.post("/v1/completions", files={"request": (None, text), "rows": ("", file.getvalue())})
+    assert answer.status_code == 200, answer.text
+    # What there is before or after a step, not the sum of them.
+    assert status_bytes(pid, "VmHWM") - before < (40 << 20) + (12 << 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tracemalloc
 from functools import partial
 from itertools import product
@@ -126,19 +125,31 @@ def test_casts_are_read_only() -> None:
     assert cast_rows(view(files.rows()), files.HIDDEN, "float32", "float16").readonly
 
 
-@pytest.mark.parametrize("row_bytes", [2, 128, 8192])
+@pytest.mark.parametrize("row_bytes", [2, 128, 2047, 2048, 4095, 4096, 8192])
 def test_digests_are_of_the_rows_bytes(row_bytes: int) -> None:
-    data = np.random.default_rng(0).bytes(5 * row_bytes)
-    found = row_digests(memoryview(data), row_bytes)
-    assert len(found) == 5 * 16
-    for row in range(5):
-        expected = hashlib.sha256(data[row * row_bytes : (row + 1) * row_bytes]).digest()[:16]
-        assert found[row * 16 : (row + 1) * 16] == expected
+    for rows in (1, 3, 4, 9):
+        data = np.random.default_rng(0).bytes(rows * row_bytes)
+        found = row_digests(memoryview(data), row_bytes)
+        assert found == files.digests(data, row_bytes)
+        assert len({found[at : at + 16] for at in range(0, len(found), 16)}) == rows
 
 
 @pytest.mark.parametrize("row_bytes", [100, 1152, 2048])
 def test_digests_of_many_short_rows(row_bytes: int) -> None:
     """More than are hashed at a stretch, and not a multiple of that."""
     data = np.random.default_rng(0).bytes((1_300_000 // row_bytes + 1) * row_bytes)
-    expected = [hashlib.sha256(data[at : at + row_bytes]).digest()[:16] for at in range(0, len(data), row_bytes)]
-    assert row_digests(memoryview(data), row_bytes) == b"".join(expected)
+    assert row_digests(memoryview(data), row_bytes) == files.digests(data, row_bytes)
+
+
+def test_every_row_counts_and_so_does_its_place() -> None:
+    """Of one, two or four rows whatever changes, in whichever row: the digests of a prefix tell it apart."""
+    rows = [bytes([value]) * 100 for value in range(6)]
+    seen = [row_digests(memoryview(b"".join(each)), 100) for each in (rows, rows[:4], rows[:3], rows[::-1], rows[1:])]
+    seen.append(row_digests(memoryview(rows[0] * 6), 100))
+    assert len(set(seen)) == len(seen)
+    assert seen[0][:64] == seen[1]  # a whole group in common
+    for row in range(4):
+        other = [*rows[:row], b"x" * 100, *rows[row + 1 :]]
+        changed = row_digests(memoryview(b"".join(other)), 100)
+        assert all(changed[at : at + 16] != seen[0][at : at + 16] for at in range(0, 64, 16))
+        assert changed[64:] == seen[0][64:]

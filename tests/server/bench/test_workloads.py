@@ -149,7 +149,7 @@ def test_the_other_forms_have_the_same_rows() -> None:
 
     fields = asyncio.run(read_fields(stream(), request.content_type))
     assert bytes(fields["rows"]) == whole
-    assert json.loads(fields["request"])["prompt"] == [{"type": "prompt_embeds", "part": "rows"}]
+    assert json.loads(bytes(fields["request"]))["prompt"] == [{"type": "prompt_embeds", "part": "rows"}]
     stored = replace(StoredEmbeds(COMMON, 40, 16, "float32"), id="emb_1")
     own, rest = body(stored.prepare(3))["prompt"]
     assert rest == {"type": "prompt_embeds", "id": "emb_1"}

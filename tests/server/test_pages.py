@@ -1,0 +1,130 @@
+"""Large memory: it is what was put into it, and is given back to the system soon after the last reference to it."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard
+from tests.server.harness import eventually
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALL_BYTES, SMALL_BYTES + 1, 5 * MIB + 3])
+def test_what_is_gathered_is_what_came(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    for step in (size or 1, 70_001, 300_000):
+        gathered = Gathered()
+        for start in range(0, size, step):
+            gathered.add(data[start : start + step])
+        assert len(gathered) == size
+        assert gathered.view == data
+        assert gathered.view.readonly
+
+
+def test_it_grows_without_mremap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resize(self: Pages, size: int) -> None:
+        raise SystemError
+
+    monkeypatch.setattr(Pages, "resize", resize, raising=False)
+    gathered, chunk = Gathered(), random.Random(0).randbytes(100_000)
+    for _ in range(40):
+        gathered.add(memoryview(chunk))
+    assert gathered.view == chunk * 40
+
+
+def test_it_takes_little_more_than_what_came() -> None:
+    gathered = Gathered()
+    for _ in range(33):
+        gathered.add(b"x" * MIB)
+    before = resident()
+    gathered.add(b"x" * 10)  # it has room for 64 MiB now
+    assert resident() < before + 8 * MIB
+
+
+def test_without_a_system_that_gives_pages_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.pages._MADV_POPULATE_WRITE", 12345)
+    gathered = Gathered()
+    for value in range(4):
+        gathered.add(bytes([value]) * 300_000)
+    assert gathered.view == b"".join(bytes([value]) * 300_000 for value in range(4))
+
+
+def test_what_is_allocated_can_be_written_to() -> None:
+    for size in (0, 10, SMALL_BYTES, SMALL_BYTES + 1, 5 * MIB + 3):
+        memory = allocate(size)
+        assert bytes(memory) == bytes(size)
+        memory[:] = b"x" * size
+        assert bytes(memory) == b"x" * size
+
+
+def test_it_is_given_back_once_nothing_refers_to_it() -> None:
+    """However it is referred to, and wherever the last reference goes."""
+    before = resident()
+    gathered = Gathered()
+    for _ in range(64):
+        gathered.add(b"x" * MIB)
+    array = np.frombuffer(gathered.view[MIB:], np.uint8)
+    assert resident() > before + 40 * MIB
+    del gathered
+    assert array[-1] == ord("x")
+    held = [array]
+    del array
+    assert resident() > before + 40 * MIB
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    eventually(lambda: resident() < before + 8 * MIB)
+
+
+def test_it_is_given_back_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    madvise = Pages.madvise
+
+    def note(self: Pages, option: int, start: int, length: int) -> None:
+        given.append((start, length))
+        madvise(self, option, start, length)
+
+    monkeypatch.setattr(Pages, "madvise", note)
+    pages = Pages(13 * MIB + 5)
+    pages[:] = b"x" * len(pages)
+    del pages
+    eventually(lambda: len(given) == 4)
+    assert given == [(0, 4 * MIB), (4 * MIB, 4 * MIB), (8 * MIB, 4 * MIB), (12 * MIB, MIB + 5)]
+
+
+def test_a_part_is_given_back_while_the_rest_is_used() -> None:
+    gathered = Gathered()
+    for value in range(64):
+        gathered.add(bytes([value + 1]) * MIB)
+    before = resident()
+    view = gathered.view
+    page = mmap.PAGESIZE
+    discard(view[MIB + 1 : 63 * MIB - 1].cast("B"))
+    assert resident() < before - 40 * MIB
+    assert view[: MIB + page] == bytes([1]) * MIB + bytes([2]) * page  # whole pages only
+    assert view[MIB + page] == view[63 * MIB - page - 1] == 0
+    assert view[63 * MIB - page :] == bytes([63]) * page + bytes([64]) * MIB
+    for part in (view[:0], view[5:20], memoryview(b"abc")):
+        discard(part)
+    assert view[:20] == bytes([1]) * 20
+
+
+def test_it_takes_nothing_before_it_is_written_to() -> None:
+    before = resident()
+    pages = Pages(1 << 30)
+    assert resident() < before + 8 * MIB
+    pages.close()
