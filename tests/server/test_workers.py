@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +15,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import StartServer
-from tests.server.harness import ServerProcess, Stream, eventually, is_alive
+from tests.server.harness import ROOT, ServerProcess, Stream, eventually, is_alive
 
 LONG = 400
 SLOW = {"step_seconds": 0.005}
@@ -192,3 +194,10 @@ def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> N
     server.signal(signal.SIGKILL)
     server.exit_status()
     eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 10)
+
+
+def test_no_thread_keeps_the_event_loop_waiting_for_long() -> None:
+    """Python's own 5 ms would be what a stream waits each time that another thread is busy with Python."""
+    program = "import sys; from server.worker import configure_process as c; c('info'); print(sys.getswitchinterval())"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(ran.stdout) <= 0.001
