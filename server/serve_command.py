@@ -362,7 +362,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--attention-backend",
         choices=("auto", "fa3", "sdpa", "triton"),
         default="auto",
-        help=_with_default("auto: triton on CUDA, with FlashAttention 3 (fa3) where it is installed; sdpa on the CPU", "auto"),
+        help=_with_default(
+            "auto: triton on CUDA, with FlashAttention 3 (fa3) where it is installed; sdpa on the CPU", "auto"
+        ),
     )
     add(
         "--enforce-eager",
