@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ from runner.config import RunnerConfig
 from runner.embedding_store import EmbeddingStore, NotStored, StoredRows
 from runner.messages import (
     Abort,
+    AbortAnswer,
+    Aborted,
     Accepted,
     Failed,
     FromRunner,
@@ -37,14 +40,19 @@ from runner.messages import (
     Ready,
     Rejected,
     RejectReason,
+    Reply,
     Stats,
     StepOutput,
     StoreAnswer,
+    ToRecords,
     ToStore,
     WorkerGone,
     decode_to_runner,
     encode,
 )
+from runner.record_messages import answer as answer_about_records
+from runner.record_store import Data, RecordStore
+from runner.running_answers import RunningAnswers
 from runner.sequence import InvalidRequest, Key, Request
 from runner.store_messages import answer
 
@@ -89,6 +97,8 @@ class Endpoint:
         self._admission = Admission(config)
         self._last_heartbeat = 0.0
         self._store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
+        self._records = RecordStore()
+        self._answers = RunningAnswers()
         self._grammars: GrammarCompiler | None = None
         self._table: TokenTable | None = None
         self._pool = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="grammar")
@@ -184,6 +194,11 @@ class Endpoint:
                 buffers = [frame.buffer for frame in frames[1:]]
                 if isinstance(message, Generate):
                     self._admit(message, buffers)
+                elif isinstance(message, AbortAnswer):
+                    self._abort_answer(message)
+                elif isinstance(message, ToRecords):
+                    reply, found = answer_about_records(self._records, message, buffers)
+                    self._send(message.worker, reply, found)
                 else:
                     self._ask_store(message, buffers)
 
@@ -232,7 +247,8 @@ class Endpoint:
         if refusal is not None:
             return refusal
         self._admission.accept(request)
-        request.on_release = functools.partial(self._store.give_back, stored)
+        self._answers.add(message.answer, message.client, request.key)
+        request.on_release = functools.partial(self._release, message.answer, request.key, stored)
         if request.sampling.grammar:
             self._compiling[request.key] = []
             self._pool.submit(self._compile, request)
@@ -240,6 +256,11 @@ class Endpoint:
             self._send(message.worker, Accepted(message.request))
             self._inbox.put(request)
         return None
+
+    def _release(self, answer: str, request: Key, stored: tuple[StoredRows, ...]) -> None:
+        """Called on the engine's thread."""
+        self._answers.remove(answer, request)
+        self._store.give_back(stored)
 
     def _ask_store(self, message: ToStore, frames: list[memoryview]) -> None:
         if self._engine is None:
@@ -270,6 +291,13 @@ class Endpoint:
                 self._inbox.put(message)
             else:
                 waiting.append(message)
+
+    def _abort_answer(self, message: AbortAnswer) -> None:
+        requests = self._answers.find(message.answer, message.client)
+        for worker, request in requests:
+            self._abort(Abort(worker, request))
+            self._send(worker, Aborted(request))
+        self._send(message.worker, Reply(message.request, "" if requests else "not_found"))
 
     def _reject(self, message: Generate | LookUp, reason: RejectReason, text: str, retry_after: float = 0.0) -> None:
         self._send(message.worker, Rejected(message.request, reason, text, retry_after))
@@ -317,14 +345,17 @@ class Endpoint:
         for worker in list(self._out):
             self._send(worker, message)
 
-    def _send(self, worker: int, message: FromRunner) -> None:
+    def _send(self, worker: int, message: FromRunner, frames: Sequence[Data] = ()) -> None:
         data = encode(message)
         with self._lock:
             socket = self._out.get(worker)
             if socket is None:
                 return
             try:
-                socket.send(data, zmq.NOBLOCK)
+                if frames:  # Large ones are not copied.
+                    socket.send_multipart([data, *frames], zmq.NOBLOCK, copy=False)
+                else:
+                    socket.send(data, zmq.NOBLOCK)
             except zmq.Again:
                 log.error("worker %d takes no messages: forgetting it", worker)
                 self._forget(worker)

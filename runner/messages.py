@@ -15,7 +15,8 @@ array); `Generate` is followed by raw frames, in this order:
 5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
    what the image processor made of it, float32; empty where the span names a stored embedding.
 
-`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5.
+`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5. `PutRecord` is followed by two: the
+record's body and its turns. On their way back these two are frames behind a `Reply`.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
 """
@@ -56,6 +57,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "concurrency", "rate_limit", "not_found"]
 """`not_found`: a stored embedding that a span names has gone."""
 StoreProblem = Literal["", "not_found", "too_large", "full", "invalid", "rate_limit"]
+
+MAX_RECORD_BYTES = 8 << 20
+"""Of one record, body and turns together: a larger one is not kept."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +177,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
     """The rows' position ids are given (`VisionInfo.mrope` models). Else row i is at position i."""
     has_hints: bool = False
     """Whether there is a frame of hints."""
+    answer: str = ""
+    """The id of the answer that it is for, under which `AbortAnswer` finds it; several prompts may be for one. Made by
+    the worker, as random as a key: not a client's words. Empty: none can be told."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -182,6 +189,18 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     request: int
     choice: int = -1
     """-1: every choice."""
+
+
+class AbortAnswer(msgspec.Struct, frozen=True, array_like=True, tag="abort_answer"):
+    """A client wants this answer to end, whichever worker it comes from: that one is sent `Aborted` for each of the
+    answer's requests. Answered by a `Reply`, `not_found` where no request of the client's is for such an answer."""
+
+    worker: int
+    request: int
+    """Counts the worker's questions, apart from `Generate`'s; so it does in all that a `Reply` answers."""
+    client: int
+    """As `Generate.client`."""
+    answer: str
 
 
 class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
@@ -243,7 +262,64 @@ class DeleteRows(msgspec.Struct, frozen=True, array_like=True, tag="delete_rows"
     id: str
 
 
+# Records: what workers keep here so that all of them find it (responses that can be asked for again). To the runner
+# they are bytes with an id. `owner`: as `Generate.client`. Each of these is answered by one `Reply`, whatever the
+# engine is doing.
+
+
+class PutRecord(msgspec.Struct, frozen=True, array_like=True, tag="put_record"):
+    """Keep this record, in the place of one with the same id. Followed by two raw frames: its body, and its turns, what
+    it adds to a conversation. Those before it are `previous`'s, and so on. (`too_large`: it is not kept.)"""
+
+    worker: int
+    request: int
+    owner: int
+    id: str
+    previous: str = ""
+    """Another record's id."""
+
+
+class GetRecord(msgspec.Struct, frozen=True, array_like=True, tag="get_record"):
+    """Counts as a use of it. The reply is followed by one frame, the body."""
+
+    worker: int
+    request: int
+    owner: int
+    id: str
+
+
+class GetTurns(msgspec.Struct, frozen=True, array_like=True, tag="get_turns"):
+    """The turns of a record and of all before it: so many frames, the first one's first. `not_found` unless all of them
+    are there, `too_large` where they have more than `max_bytes` together."""
+
+    worker: int
+    request: int
+    owner: int
+    id: str
+    max_bytes: int
+
+
+class DeleteRecord(msgspec.Struct, frozen=True, array_like=True, tag="delete_record"):
+    worker: int
+    request: int
+    owner: int
+    id: str
+
+
 # --- runner to worker ---------------------------------------------------------------------------------------------
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """To a question of the worker's. The only message to a worker that has frames behind it."""
+
+    request: int
+    problem: StoreProblem = ""
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="aborted"):
+    """A client has ended this request (`AbortAnswer`): nothing more is sent about it."""
+
+    request: int
 
 
 class StoredInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -481,8 +557,11 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 ToStore = PutRows | FindRows | ListRows | DeleteRows
-ToRunner = Hello | Generate | Abort | LookUp | WorkerGone | ToStore
-FromRunner = Loading | Ready | Failed | Heartbeat | Accepted | Rejected | StepOutput | TokenRows | StoreAnswer
+ToRecords = PutRecord | GetRecord | GetTurns | DeleteRecord
+ToRunner = Hello | Generate | Abort | AbortAnswer | LookUp | WorkerGone | ToStore | ToRecords
+FromRunner = (
+    Loading | Ready | Failed | Heartbeat | Accepted | Rejected | Aborted | StepOutput | TokenRows | StoreAnswer | Reply
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_runner = msgspec.msgpack.Decoder(ToRunner).decode

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.body import read_json
-from server.errors import APIError, UnsupportedParameter
+from server.errors import APIError
 from server.openapi import json_body
 from server.schemas import AbortRequest, parse
 from server.services import services_of
@@ -20,10 +20,6 @@ router = APIRouter(tags=["operation"])
 async def abort(request: Request) -> Response:
     """End an answer that is being made, by its `id`. Its client is told with an error."""
     wanted = parse(AbortRequest, await read_json(request))
-    services = services_of(request)
-    if not services.knows_all_answers:
-        # Which one a connection comes to is chance: better no answer than one that is right now and then.
-        raise UnsupportedParameter("/abort is not supported with --api-workers greater than 1: hang up instead.")
-    if not services.running.abort(wanted.id):
+    if not await services_of(request).engine.abort_answer(wanted.id):
         raise APIError(404, "No answer of yours with this id is being made.", param="id", code="not_found")
     return Response(msgspec.json.encode({"id": wanted.id, "aborted": True}), media_type="application/json")

@@ -18,7 +18,7 @@ from server.bad_words import bad_word_ids
 from server.batch import Batch, EngineRequest
 from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
-from server.errors import EngineFailed, InvalidRequest, RequestAborted, UnsupportedParameter
+from server.errors import EngineFailed, InvalidRequest, UnsupportedParameter
 from server.generation import ChoiceEvent
 from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
@@ -166,7 +166,6 @@ class Answer:
         self._prompt_tokens = sum(each.num_rows for each in prompts)
         self._completion_tokens = 0
         self._unfinished = sum(len(each.choices) for each in prompts)
-        self._aborted = False
 
     @property
     def usage(self) -> Usage:
@@ -189,7 +188,7 @@ class Answer:
         taken = self._batch.take()
         if taken is None:
             if self._unfinished and self._batch.has_ended:
-                raise RequestAborted if self._aborted else EngineFailed
+                raise EngineFailed
             return None
         index, event = taken
         prompt = self.prompts[index]
@@ -215,11 +214,6 @@ class Answer:
                         yield delta
         finally:
             self.listen(None)
-
-    def abort(self) -> None:
-        """End every choice; whoever reads the deltas gets RequestAborted."""
-        self._aborted = True
-        self._batch.close()
 
     def close(self) -> None:
         self._batch.close()
@@ -264,14 +258,11 @@ async def open_answer(
         EngineRequest(prompt.rows, params, n, request.cache_salt or "", request.priority or 0)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
-    answer = Answer(answers, await Batch.open(services.engine, requests))
-    if answer_id:
-        services.running.add(answer_id, answer)
-    return answer
+    return Answer(answers, await Batch.open(services.engine, requests))
 
 
 def _note(request: GenerationRequest, services: Services, answer_id: str, sampling: SamplingParams, n: int) -> None:
-    """For the request's trace."""
+    """For the request's trace, and by which id the runner knows its answer."""
     context = current_request.get()
     if context is not None:
         context.model = request.model or services.model_name(None)

@@ -35,6 +35,8 @@ class Engine(Protocol):
 
     async def token_rows(self, token_ids: Sequence[int]) -> list[bytes]: ...
 
+    async def abort_answer(self, answer_id: str) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

@@ -23,6 +23,8 @@ import zmq
 
 from runner.messages import (
     Abort,
+    AbortAnswer,
+    Aborted,
     Accepted,
     Failed,
     Generate,
@@ -33,6 +35,7 @@ from runner.messages import (
     ModelInfo,
     Ready,
     Rejected,
+    Reply,
     SamplingParams,
     Stats,
     StepOutput,
@@ -42,12 +45,22 @@ from runner.messages import (
     decode_from_runner,
     encode,
 )
-from server.errors import ENGINE_STOPPED, APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
+from server.errors import (
+    ENGINE_STOPPED,
+    APIError,
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestAborted,
+    Unavailable,
+)
 from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
-from server.request_context import current_request
+from server.questions import Questions
+from server.request_context import current_client, current_request
+from server.responses.store import ResponseStore
 from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
 from server.timeouts import NO_TIMEOUTS, Timeouts
 
@@ -95,6 +108,8 @@ class EngineClient:
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
         self.stored = StoredEmbeddings(worker, self._send, self._check_running, max_unaccepted_bytes)
+        self._questions = Questions(self._send, self._check_running)
+        self.responses = ResponseStore(worker, self._questions)
         self._requests: dict[int, Inbox] = {}
         self._look_ups = LookUps()
         self._ids = itertools.count(1)
@@ -171,10 +186,10 @@ class EngineClient:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
-        client = (inbox.context and inbox.context.api_key) or 0
         message = Generate(
-            self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=client,
+            self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=current_client(),
             has_positions=prompt.positions is not None, has_hints=prompt.hint_ids is not None,
+            answer=inbox.context.answer_id if inbox.context is not None else "",
         )  # fmt: skip
         self._requests[inbox.request] = inbox
         self._unaccepted_bytes += row_bytes
@@ -213,6 +228,16 @@ class EngineClient:
                 raise QueueFull("The engine is not taking requests fast enough.")
             return await answer
 
+    async def abort_answer(self, answer_id: str) -> bool:
+        """End an answer that is being made by this API process or by another: who reads it gets RequestAborted. False
+        where the current request's API key has none by this id.
+
+        Raises QueueFull (429), Unavailable and EngineFailed (503).
+        """
+        client = current_client()
+        reply, _ = await self._questions.ask(lambda number: AbortAnswer(self._worker, number, client, answer_id))
+        return not reply.problem
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         """For the streams: tell the runner."""
         self._send_surely(encode(Abort(self._worker, inbox.request, choice)))
@@ -238,6 +263,7 @@ class EngineClient:
             self.forget(inbox)
         self.stored.fail(EngineFailed(message))
         self._look_ups.fail(EngineFailed(message))
+        self._questions.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -328,6 +354,13 @@ class EngineClient:
             if message.problem == "rate_limit":
                 self.metrics.count_rejected(message.problem)
             self.stored.on_answer(message)
+        elif isinstance(message, Reply):
+            self._questions.on_reply(message, self._rest())
+        elif isinstance(message, Aborted):
+            inbox = self._requests.get(message.request)
+            if inbox is not None:
+                inbox.fail(RequestAborted(), "abort")
+                self.forget(inbox)
         elif isinstance(message, Ready):
             self._answered = True
             self.model = self.metrics.model = message.model
@@ -341,6 +374,11 @@ class EngineClient:
                     logger.info("loading: %s", message.stage)
         else:
             self._on_failed(message)
+
+    def _rest(self) -> list[memoryview]:
+        """The frames behind the one that was read last: they have arrived together."""
+        frames = self._from_runner.recv_multipart(copy=False) if self._from_runner.rcvmore else []
+        return [frame.buffer for frame in frames]
 
     def _on_failed(self, message: Failed) -> None:
         if self.model is None:

@@ -171,11 +171,11 @@ class Inbox:
             self._event(end.choice).end = end
             self.close(end.choice, end.reason)
 
-    def fail(self, error: APIError) -> None:
+    def fail(self, error: APIError, reason: FinishReason = "error") -> None:
         """Raise `error` in the reader once it has taken what is ready."""
         if self.error is None and self.open:
             self.error = error
-            self.reason = "error"
+            self.reason = reason
             self.open = 0
         self._wake()
 

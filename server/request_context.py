@@ -70,6 +70,12 @@ class RequestContext:
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
 
 
+def current_client() -> int:
+    """Whose the current request is, as the runner knows its clients: by the number of the API key."""
+    context = current_request.get()
+    return (context and context.api_key) or 0
+
+
 def release_body() -> None:
     """Called by a route that holds nothing of its request's body any more, though its answer has not begun."""
     context = current_request.get()

@@ -22,7 +22,6 @@ from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
 from server.rows_out import RowBudget
-from server.running import RunningAnswers
 from server.sampling import GenerationDefaults
 from server.soft_prompts import SoftPromptError, SoftPrompts
 from server.stored_embeddings import StoredEmbeddings
@@ -39,6 +38,7 @@ class Services:
     chat_template: ChatTemplate
     defaults: GenerationDefaults
     grammars: Grammars
+    responses: ResponseStore
     served_model_names: tuple[str, ...]
     """At least one; the first is what answers say when the request named none."""
     tool_style: ToolStyle | None = None
@@ -61,13 +61,8 @@ class Services:
     """None: the model takes no images."""
     image_template: ImageTemplate | None = None
     """Set if `vision` is."""
-    running: RunningAnswers = field(default_factory=RunningAnswers)
-    responses: ResponseStore = field(default_factory=ResponseStore)
     stored: StoredEmbeddings | None = None
     """Prompt embeddings that clients have stored; None: this server stores none."""
-    knows_all_answers: bool = True
-    """Whether every answer of the server is in `running`, and every response in `responses`: with several API
-    processes each knows its own."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970: when the model became available."""
 
@@ -76,6 +71,7 @@ class Services:
         cls,
         engine: Engine,
         model: ModelInfo,
+        responses: ResponseStore,
         *,
         served_model_names: Sequence[str],
         chat_template: str | None = None,
@@ -88,7 +84,6 @@ class Services:
         strict_params: bool = False,
         trust_request_template: bool = False,
         stored: StoredEmbeddings | None = None,
-        knows_all_answers: bool = True,
         trust_remote_code: bool = False,
         pooling: str = "auto",
         on_compiled: Callable[[float], None] = lambda seconds: None,
@@ -117,6 +112,7 @@ class Services:
                 folder, generation_config, vocab_size=model.vocab_size, tokenizer_eos=tokenizer.eos_token_id
             ),
             grammars=Grammars(tokenizer, model.vocab_size, on_compiled),
+            responses=responses,
             served_model_names=tuple(served_model_names),
             tool_style=load_tool_style(tool_call_parser, template.all_text),
             reasoning_style=load_reasoning_style(reasoning_parser, template.all_text),
@@ -126,7 +122,6 @@ class Services:
             strict_params=strict_params,
             trust_request_template=trust_request_template,
             stored=stored,
-            knows_all_answers=knows_all_answers,
             default_pooling=load_pooling(folder, pooling),
             dimensions=Dimensions.load(folder),
             vision=vision,

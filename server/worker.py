@@ -2,7 +2,8 @@
 
 The `serve` command has one in its own process; for every further API process it starts `python -m server.worker`, whose
 description comes on standard input and whose connections and orders come over a `Channel`. Whatever workers have to
-agree on (admission, aborts, memory for embeddings) is the runner's business. They share memory for their metrics.
+agree on (admission, aborts, memory for embeddings, what is stored) is the runner's business. They share memory for
+their metrics.
 """
 
 from __future__ import annotations
@@ -230,6 +231,7 @@ class Worker:
         services = Services.load(
             self.engine,
             model,
+            self.engine.responses,
             served_model_names=config.model_names,
             chat_template=config.chat_template,
             tool_call_parser=config.tool_call_parser,
@@ -241,7 +243,6 @@ class Worker:
             strict_params=config.strict_params,
             trust_request_template=config.trust_request_chat_template,
             stored=self.engine.stored if config.stores_prompt_embeds else None,
-            knows_all_answers=config.api_workers == 1,
             trust_remote_code=config.trust_remote_code,
             pooling=config.pooling,
             on_compiled=self.engine.metrics.grammar_compile_time.observe,

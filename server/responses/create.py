@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -28,8 +28,8 @@ _encode = msgspec.json.Encoder().encode
 _INLINE_LOGPROBS = 512
 """Tokens with log-probabilities that are encoded in place: a few milliseconds."""
 
-Keep = Callable[[Json, bytes], None]
-"""Called with a response that has ended well, and the same as JSON."""
+Keep = Callable[[Json, bytes], Awaitable[bool]]
+"""Called with a response that has ended well, and the same as JSON; tells whether it is kept."""
 
 
 class ResponseAnswer:
@@ -65,9 +65,14 @@ class ResponseAnswer:
         usage = self.answer.usage
         reasoning_tokens = 0 if self._parts is None else self._parts.reasoning_tokens
         body = self.head.ended(self._status, self._writer.items, usage, reasoning_tokens)
-        data = _encode(body) if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(_encode, body)
-        self._keep(body, data)
+        data = await self._encoded(body)
+        if not await self._keep(body, data) and body["store"]:
+            body["store"] = False
+            data = await self._encoded(body)
         return body, data
+
+    async def _encoded(self, body: Json) -> bytes:
+        return _encode(body) if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(_encode, body)
 
     def failed(self, error: APIError) -> Json:
         return self.head.failed(error, self._writer.unfinished())

@@ -14,13 +14,13 @@ from server.body import read_json
 from server.chat import open_chat, parse_chat
 from server.errors import APIError, InvalidRequest, UnsupportedParameter
 from server.openapi import json_body
-from server.request_context import current_request, release_body
+from server.request_context import release_body
 from server.respond import run_handler
 from server.responses.create import ResponseAnswer, streamed, whole
 from server.responses.head import ResponseHead
 from server.responses.items import Turn, parse_input, turns_of_output
 from server.responses.schema import ResponseRequest
-from server.responses.store import MAX_CONVERSATION_BYTES, MAX_RESPONSE_BYTES, Owner, ResponseStore, StoredResponse
+from server.responses.store import MAX_RESPONSE_BYTES, ResponseStore
 from server.responses.translate import chat_body, errors_in_our_words, parse_request
 from server.responses.writer import new_id
 from server.schemas import ChatRequest
@@ -29,6 +29,7 @@ from server.structured_outputs import Constraint, constraint_of
 
 router = APIRouter()
 
+_DECODER = msgspec.json.Decoder()
 _INLINE_BYTES = 256 * 1024
 """A conversation up to this size is read in less time than a thread takes to wake up."""
 
@@ -45,15 +46,14 @@ async def get_response(response_id: str, request: Request) -> Response:
     for name in ("stream", "starting_after"):
         if request.query_params.get(name) not in (None, "", "false"):
             raise UnsupportedParameter(f"{name} is not supported: only whole responses can be retrieved.", param=name)
-    return Response(_stored(response_id, services_of(request)).body, media_type="application/json")
+    return Response(await _stored(response_id, services_of(request)), media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Conversations that it was in cannot be continued any more."""
-    services = services_of(request)
-    _stored(response_id, services)
-    services.responses.delete(_owner(), response_id)
+    if not await services_of(request).responses.delete(response_id):
+        raise _not_kept()
     body = {"id": response_id, "object": "response", "deleted": True}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
@@ -61,7 +61,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: Request) -> Response:
     """Always refused: only responses in the background can be cancelled, and there are none."""
-    _stored(response_id, services_of(request))
+    await _stored(response_id, services_of(request))
     raise InvalidRequest("Only a response that was created with background: true can be cancelled.", code="not_running")
 
 
@@ -109,62 +109,50 @@ class _Keeper:
 
     @classmethod
     def of(cls, request: ResponseRequest, turns: Sequence[Turn], services: Services) -> _Keeper:
-        keeps, data = request.store is not False and services.knows_all_answers, b""
+        keeps, data = request.store is not False, b""
         if keeps:
             data = msgspec.json.encode(turns)
             keeps = len(data) < MAX_RESPONSE_BYTES
         return cls(services.responses, data if keeps else b"", request.previous_response_id, keeps=keeps)
 
-    def keep(self, body: Mapping[str, Any], data: bytes) -> None:
-        if self.keeps:
-            output = msgspec.json.encode(turns_of_output(body["output"]))
-            response = StoredResponse(data, self._turns, output, self._previous)
-            self._store.add(_owner(), body["id"], response)
-
-
-def _owner() -> Owner:
-    context = current_request.get()
-    return None if context is None else context.api_key
+    async def keep(self, body: Mapping[str, Any], data: bytes) -> bool:
+        """Whether it is kept: it may have become too large. The client gets it either way."""
+        if not self.keeps:
+            return False
+        turns = self._turns + b"\n" + msgspec.json.encode(turns_of_output(body["output"]))
+        try:
+            return await self._store.put(body["id"], data, turns, self._previous)
+        except APIError:  # the runner does not take it
+            return False
 
 
 async def _before(response_id: str | None, services: Services) -> list[Turn]:
     """The conversation up to and with this response. Raises InvalidRequest."""
     if response_id is None:
         return []
-    _check_knows_all(services, "previous_response_id")
-    responses = services.responses.conversation(_owner(), response_id)
-    if responses is None:
+    kept = await services.responses.conversation(response_id)
+    if kept is None:
         raise InvalidRequest(
             "previous_response_id: this response, or one before it in its conversation, is not kept here.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    kept = [data for each in responses for data in (each.input_turns, each.output_turns)]
     size = sum(map(len, kept))
-    if size > MAX_CONVERSATION_BYTES:
-        raise InvalidRequest(
-            f"previous_response_id: the conversation before is larger than {MAX_CONVERSATION_BYTES} bytes.",
-            param="previous_response_id",
-        )
     return _decoded(kept) if size <= _INLINE_BYTES else await asyncio.to_thread(_decoded, kept)
 
 
-def _decoded(kept: Sequence[bytes]) -> list[Turn]:
-    return [turn for data in kept for turn in msgspec.json.decode(data)]
+def _decoded(kept: Sequence[memoryview]) -> list[Turn]:
+    """Each is two lists, in a line each."""
+    return [turn for data in kept for turns in _DECODER.decode_lines(data) for turn in turns]
 
 
-def _stored(response_id: str, services: Services) -> StoredResponse:
+async def _stored(response_id: str, services: Services) -> bytes:
     """Raises APIError."""
-    _check_knows_all(services, "response_id")
-    response = services.responses.get(_owner(), response_id)
-    if response is None:
-        raise APIError(404, "No response of yours with this id is kept here.", param="response_id", code="not_found")
-    return response
+    body = await services.responses.get(response_id)
+    if body is None:
+        raise _not_kept()
+    return body
 
 
-def _check_knows_all(services: Services, param: str) -> None:
-    if not services.knows_all_answers:
-        # Which process a connection comes to is chance: better no response than one that is there now and then.
-        raise UnsupportedParameter(
-            f"{param} is not supported with --api-workers greater than 1: responses are not kept.", param=param
-        )
+def _not_kept() -> APIError:
+    return APIError(404, "No response of yours with this id is kept here.", param="response_id", code="not_found")

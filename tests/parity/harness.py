@@ -138,7 +138,7 @@ class Harness:
             extra.append(memoryview(given.tobytes()))
         if positions is not None:
             extra.append(memoryview(positions.astype(np.int32).tobytes()))
-        asks = {"has_hints": hints is not None, "has_positions": positions is not None}
+        asks: dict[str, Any] = {"has_hints": hints is not None, "has_positions": positions is not None}
         message = Generate(0, number, n, params, tuple(spans), salt, **asks)
         return message, [packed, memoryview(digests), *extra, *frames]
 

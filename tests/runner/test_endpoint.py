@@ -15,12 +15,18 @@ import zmq
 
 from runner.config import RunnerConfig
 from runner.messages import (
+    AbortAnswer,
+    Aborted,
     Accepted,
     FromRunner,
     Generate,
+    GetRecord,
+    GetTurns,
     Heartbeat,
     Hello,
+    PutRecord,
     Ready,
+    Reply,
     SamplingParams,
     Stats,
     StepOutput,
@@ -47,14 +53,23 @@ class Worker:
     def send(self, message: ToRunner, *frames: bytes) -> None:
         self.outbox.send_multipart([encode(message), *frames])
 
-    def generate(self, request: int) -> None:
-        sampling = SamplingParams(max_tokens=LENGTH, temperature=0.0)
-        self.send(Generate(self.number, request, 1, sampling), np.array([5, 6, 7], dtype=np.int32).tobytes(), b"")
+    def generate(self, request: int, n: int = 1, answer: str = "", grammar: str = "") -> None:
+        sampling = SamplingParams(max_tokens=LENGTH, temperature=0.0, grammar=grammar)
+        message = Generate(self.number, request, n, sampling, answer=answer)
+        self.send(message, np.array([5, 6, 7], dtype=np.int32).tobytes(), b"")
 
     def messages(self, seconds: float) -> Iterator[FromRunner]:
         end = time.monotonic() + seconds
         while self.inbox.poll(max(0, int((end - time.monotonic()) * 1000))):
-            yield decode_from_runner(self.inbox.recv())
+            frame, *self.frames = self.inbox.recv_multipart()
+            yield decode_from_runner(frame)
+
+    def ask(self, message: ToRunner, *frames: bytes) -> tuple[str, list[bytes]]:
+        """The reply's problem, and the frames behind it."""
+        self.send(message, *frames)
+        reply = self.wait(lambda message: isinstance(message, Reply))
+        assert isinstance(reply, Reply)
+        return reply.problem, self.frames
 
     def wait(self, wanted: Callable[[FromRunner], bool], seconds: float = 60) -> FromRunner:
         for message in self.messages(seconds):
@@ -108,3 +123,39 @@ def test_what_a_dead_worker_used_is_freed(workers: tuple[Worker, Worker]) -> Non
     for message in second.messages(0.5):
         assert not (isinstance(message, Accepted) and message.request == 2)
         assert not (isinstance(message, StepOutput) and message.ends)
+
+
+def test_an_answer_is_aborted_whichever_worker_it_came_from(workers: tuple[Worker, Worker]) -> None:
+    first, second = workers
+    first.generate(1, n=2, answer="one")
+    first.generate(2, answer="one")
+    first.generate(3, answer="other")
+    second.generate(1, answer="second")
+    for worker, count in ((first, 3), (second, 1)):
+        for _ in range(count):
+            worker.wait(lambda message: isinstance(message, Accepted))
+    assert second.ask(AbortAnswer(1, 1, 5, "one")) == ("not_found", []), "another client's"
+    assert second.ask(AbortAnswer(1, 2, 0, "")) == ("not_found", [])
+    assert second.ask(AbortAnswer(1, 3, 0, "one")) == ("", [])
+    told = [first.wait(lambda message: isinstance(message, Aborted)) for _ in range(2)]
+    assert told == [Aborted(1), Aborted(2)]
+    assert first.ask(AbortAnswer(0, 1, 0, "second")) == ("", [])
+    assert second.wait(lambda message: isinstance(message, Aborted)) == Aborted(1)
+    ended = first.wait(lambda message: isinstance(message, StepOutput) and bool(message.ends))
+    assert isinstance(ended, StepOutput)
+    assert [(end.request, end.reason) for end in ended.ends] == [(3, "length")]
+    first.wait_stats(lambda stats: stats.running == stats.waiting == stats.blocks_used == 0)
+    for name in ("one", "other", "second"):
+        assert first.ask(AbortAnswer(0, 2, 0, name)) == ("not_found", []), "it has ended"
+
+
+def test_records_are_every_workers(workers: tuple[Worker, Worker]) -> None:
+    first, second = workers
+    large = bytes(range(256)) * 8192
+    assert first.ask(PutRecord(0, 1, 4, "a"), b"body", large) == ("", [])
+    assert second.ask(PutRecord(1, 1, 4, "b", "a"), large, b"more") == ("", [])
+    assert first.ask(GetRecord(0, 2, 4, "b")) == ("", [large])
+    assert second.ask(GetTurns(1, 2, 4, "b", 1 << 22)) == ("", [large, b"more"])
+    assert second.ask(GetRecord(1, 3, 5, "a")) == ("not_found", [])
+    first.send(WorkerGone(1))
+    assert first.ask(GetRecord(0, 3, 4, "b")) == ("", [large]), "it outlives the one that has put it"

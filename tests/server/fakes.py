@@ -28,9 +28,12 @@ from runner.messages import (
     SamplingParams,
     Started,
     TokenLogprobs,
+    ToRecords,
     ToStore,
     decode_to_runner,
 )
+from runner.record_messages import answer as answer_about_records
+from runner.record_store import RecordStore
 from runner.store_messages import answer
 from server import (
     abort,
@@ -49,7 +52,9 @@ from server.generation import GenerationStream, Inbox
 from server.grammars import Grammars
 from server.metrics import Metrics
 from server.prompt import PromptRows
+from server.questions import Questions
 from server.responses import routes as responses
+from server.responses.store import ResponseStore
 from server.sampling import GenerationDefaults
 from server.services import Services
 from server.stored_embeddings import StoredEmbeddings
@@ -163,6 +168,9 @@ class FakeEngine:
         """Every value of an id's row is the id."""
         return [np.full((1, HIDDEN_SIZE), each, np.float32).tobytes() for each in token_ids]
 
+    async def abort_answer(self, answer_id: str) -> bool:
+        return False
+
     def abort(self, inbox: Inbox, choice: int) -> None:
         self._numbers[inbox.request].aborted.append(choice)
 
@@ -251,6 +259,22 @@ class StoreHarness:
         return True
 
 
+class RecordsHarness:
+    """A runner's store of records and a worker's side of it, without the sockets between them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.store = RecordStore(**options)
+        self.questions = Questions(self._send, lambda: None)
+        self.responses = ResponseStore(0, self.questions)
+
+    def _send(self, *frames: bytes | memoryview) -> bool:
+        message = decode_to_runner(frames[0])
+        assert isinstance(message, ToRecords)
+        reply, found = answer_about_records(self.store, message, [memoryview(bytes(frame)) for frame in frames[1:]])
+        asyncio.get_running_loop().call_soon(self.questions.on_reply, reply, [memoryview(each) for each in found])
+        return True
+
+
 def services(engine: FakeEngine, **changes: Any) -> Services:
     values: dict[str, Any] = {
         "engine": engine,
@@ -260,6 +284,7 @@ def services(engine: FakeEngine, **changes: Any) -> Services:
         "defaults": GenerationDefaults(eos_token_ids=(EOS_ID,)),
         "grammars": Grammars(tokenizer(), VOCAB_SIZE),
         "served_model_names": NAMES,
+        "responses": RecordsHarness().responses,
         **changes,
     }
     return Services(**values)

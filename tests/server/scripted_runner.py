@@ -3,8 +3,8 @@
     python -m tests.server.scripted_runner SCRIPT_JSON RUNNER_CONFIG_JSON
 
 It echoes: token i of choice c is the prompt's id number (i + c) modulo its length (an embedding row counts as id 1).
-Embeddings are stored as the real one does it. Tests that need it to misbehave send it signals: SIGKILL to die, SIGSTOP
-to freeze, SIGUSR1 to go on taking requests while its engine hangs, SIGUSR2 to report a failure and exit.
+Embeddings and responses are stored as the real one does it. Tests that need it to misbehave send it signals: SIGKILL to
+die, SIGSTOP to freeze, SIGUSR1 to go on taking requests while its engine hangs, SIGUSR2 to report a failure and exit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from runner.embedding_store import EmbeddingStore
 from runner.messages import (
     EMBEDDING_ID,
     Abort,
+    AbortAnswer,
+    Aborted,
     Accepted,
     End,
     Failed,
@@ -42,16 +44,20 @@ from runner.messages import (
     Ready,
     Rejected,
     RejectReason,
+    Reply,
     Started,
     Stats,
     StepOutput,
     TokenLogprobs,
     TokenRows,
+    ToRecords,
     ToStore,
     WorkerGone,
     decode_to_runner,
     encode,
 )
+from runner.record_messages import answer as answer_about_records
+from runner.record_store import RecordStore
 from runner.store_messages import answer
 
 HEARTBEAT_SECONDS = 0.1
@@ -96,6 +102,7 @@ class ScriptedRunner:
         self.inbox.bind(config.address)
         self.workers: dict[int, zmq.Socket[bytes]] = {}
         self.store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
+        self.records = RecordStore()
         self.choices: list[Choice] = []
         self.waiting: dict[int, list[Started]] = {}
         self.hanging = False
@@ -157,12 +164,9 @@ class ScriptedRunner:
             self.on_generate(message, np.frombuffer(frames[1], dtype=np.int32))
         elif isinstance(message, Abort):
             self.write("abort", request=message.request, choice=message.choice, running=len(self.choices))
-            self.choices = [
-                each
-                for each in self.choices
-                if (each.generate.worker, each.request) != (message.worker, message.request)
-                or message.choice not in (-1, each.choice)
-            ]
+            self.drop(message)
+        elif isinstance(message, AbortAnswer):
+            self.abort_answer(message)
         elif isinstance(message, LookUp):
             self.on_look_up(message, np.frombuffer(frames[1], dtype=np.int32))
         elif isinstance(message, WorkerGone):
@@ -175,6 +179,31 @@ class ScriptedRunner:
             rows = [memoryview(frame) for frame in frames[1:]]
             self.send(answer(self.store, message, rows, row_size), message.worker)
             self.write("stored", worker=message.worker, entries=len(self.store))
+        elif isinstance(message, ToRecords):
+            reply, found = answer_about_records(self.records, message, [memoryview(frame) for frame in frames[1:]])
+            self.workers[message.worker].send_multipart([encode(reply), *found])
+            self.write("record", worker=message.worker, question=type(message).__name__)
+
+    def drop(self, message: Abort) -> None:
+        self.choices = [
+            each
+            for each in self.choices
+            if (each.generate.worker, each.request) != (message.worker, message.request)
+            or message.choice not in (-1, each.choice)
+        ]
+
+    def abort_answer(self, message: AbortAnswer) -> None:
+        wanted = (message.answer, message.client)
+        found = {
+            (each.generate.worker, each.request)
+            for each in self.choices
+            if (each.generate.answer, each.generate.client) == wanted
+        }
+        for worker, request in found:
+            self.drop(Abort(worker, request))
+            self.send(Aborted(request), worker)
+        self.write("abort_answer", worker=message.worker, found=sorted(found))
+        self.send(Reply(message.request, "" if found else "not_found"), message.worker)
 
     def on_generate(self, message: Generate, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         if (reason := REJECTED.get(int(token_ids[0]))) is not None:

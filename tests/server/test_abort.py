@@ -41,14 +41,13 @@ def test_a_stream(slow: ServerProcess, prompts: int, n: int) -> None:
     with client_of(slow) as client, client.stream("POST", "/v1/completions", json=body) as response:
         stream = events(response)
         answer_id = json.loads(next(stream))["id"]
-        aborts = len(slow.messages("abort"))
         assert client.get("/load").json() == {"server_load": 1}
         assert client.post("/abort", json={"id": answer_id}).json() == {"id": answer_id, "aborted": True}
         *chunks, error, done = stream
     assert done == "[DONE]"
     assert json.loads(error)["error"]["code"] == "request_aborted"
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in json.loads(chunk)["choices"])
-    eventually(lambda: len(slow.messages("abort")) == aborts + prompts)
+    assert len(slow.messages("abort_answer")[-1]["found"]) == prompts
     with client_of(slow) as client:
         eventually(lambda: client.get("/load").json() == {"server_load": 0})
         assert client.post("/abort", json={"id": answer_id}).status_code == 404, "only once"
@@ -88,12 +87,30 @@ def test_answers_that_have_ended_are_forgotten(slow: ServerProcess) -> None:
         eventually(lambda: client.post("/abort", json=wanted).status_code == 404)
 
 
-def test_with_several_workers_it_is_refused(start_server: StartServer) -> None:
-    server = start_server(api_workers=2).wait_ready()
-    for _ in range(2):  # in either of them
-        with server.client() as client:
-            answer = client.post("/abort", json={"id": "cmpl-" + "0" * 32})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+def test_an_answer_of_another_worker(start_server: StartServer) -> None:
+    server = start_server({"step_seconds": 0.02}, api_workers=2, api_keys=KEYS).wait_ready()
+    workers = set()
+    for _ in range(3):
+        body = completion(400, prompt=[[5, 6, 7]] * 2, n=2, stream=True)
+        with client_of(server) as client, client.stream("POST", "/v1/completions", json=body) as response:
+            stream = events(response)
+            answer_id = json.loads(next(stream))["id"]
+            # Connections are dealt out in turn: this one and the next come to both workers.
+            for key, status in ((KEYS[1], 404), (KEYS[1], 404), (KEYS[0], 200)):
+                with client_of(server, key) as other:
+                    assert other.post("/abort", json={"id": answer_id}).status_code == status
+            *_, error, done = stream
+        assert (json.loads(error)["error"]["code"], done) == ("request_aborted", "[DONE]")
+        made_by = server.messages("generate")[-1]["worker"]
+        asked = server.messages("abort_answer")[-3:]
+        assert [each["found"] for each in asked[:2]] == [[], []]
+        assert {worker for worker, _ in asked[2]["found"]} == {made_by}
+        workers.add((made_by, asked[2]["worker"]))
+    assert any(made != asked for made, asked in workers)
+    with client_of(server) as client:
+        text = client.get("/metrics").text
+    (ended,) = [line for line in text.splitlines() if line.startswith("intarsia:request_success") and "abort" in line]
+    assert float(ended.split()[-1]) == 6
 
 
 def test_ping(slow: ServerProcess) -> None:

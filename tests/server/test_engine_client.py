@@ -15,11 +15,14 @@ import zmq
 
 from runner.messages import (
     Abort,
+    AbortAnswer,
+    Aborted,
     Accepted,
     End,
     Failed,
     FromRunner,
     Generate,
+    GetTurns,
     Heartbeat,
     Hello,
     Loading,
@@ -27,6 +30,7 @@ from runner.messages import (
     PromptLogprobs,
     Ready,
     Rejected,
+    Reply,
     SamplingParams,
     Span,
     Started,
@@ -38,7 +42,7 @@ from runner.messages import (
     encode,
 )
 from server.engine_client import EngineClient
-from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
+from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, RequestAborted, Unavailable
 from server.generation import ChoiceEvent, GenerationStream
 from server.metrics import Metrics
 from server.private_dir import PrivateDir
@@ -79,8 +83,8 @@ class Runner:
         self.outbox.connect(message.address)
         return message
 
-    def send(self, message: FromRunner) -> None:
-        self.outbox.send(encode(message))
+    def send(self, message: FromRunner, *frames: bytes) -> None:
+        self.outbox.send_multipart([encode(message), *frames])
 
     def step(
         self, requests: Sequence[int], tokens: Sequence[int], choices: Sequence[int] | None = None, **rest: Any
@@ -336,6 +340,80 @@ def test_closing_aborts_once() -> None:
         assert await runner.idle()
         assert engine.num_requests == 0
         assert engine.metrics.finished["abort"].value == 1
+
+    play(scenario)
+
+
+def test_an_answer_that_a_client_ends() -> None:
+    async def scenario(engine: EngineClient, runner: Runner) -> None:
+        context = RequestContext("req-1", api_key=3)
+        context.answer_id = "cmpl-1"
+        token = current_request.set(context)
+        task = asyncio.create_task(engine.generate(PROMPT, PARAMS, 2))
+        message = await runner.accept()
+        assert (message.answer, message.client) == ("cmpl-1", 3)
+        stream = await task
+        asking = asyncio.create_task(engine.abort_answer("cmpl-1"))
+        question, _ = await runner.receive()
+        assert question == AbortAnswer(0, 1, 3, "cmpl-1")
+        runner.step([message.request], [7], [1])
+        runner.send(Aborted(message.request))
+        runner.step([message.request], [8], [1], ends=[End(message.request, 0, "length")])  # was under way
+        runner.send(Aborted(message.request))
+        runner.send(Reply(question.request))
+        assert await asking
+        assert (await anext(stream)).tokens == [7]
+        with pytest.raises(RequestAborted):
+            await anext(stream)
+        await stream.aclose()
+        assert await runner.idle()  # The runner knows already.
+        assert engine.num_requests == 0
+        assert engine.metrics.finished.values() == {"abort": 1}
+        current_request.reset(token)
+
+    play(scenario)
+
+
+def test_an_answer_that_is_ended_before_it_is_accepted() -> None:
+    async def scenario(engine: EngineClient, runner: Runner) -> None:
+        task = asyncio.create_task(engine.generate(PROMPT, PARAMS))
+        message, _ = await runner.receive()
+        assert isinstance(message, Generate)
+        runner.send(Aborted(message.request))
+        runner.send(Rejected(message.request, "invalid", "as a grammar that is being compiled is"))
+        with pytest.raises(RequestAborted):
+            await task
+        assert engine.num_requests == 0
+
+    play(scenario)
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def test_replies_have_frames_and_find_their_questions() -> None:
+    large = bytes(range(256)) * 4096
+
+    async def scenario(engine: EngineClient, runner: Runner) -> None:
+        asking = [asyncio.create_task(engine.responses.conversation(f"resp_{each}")) for each in range(2)]
+        questions = [(await runner.receive())[0] for _ in asking]
+        assert all(isinstance(each, GetTurns) for each in questions)
+        first, second = [each for each in questions if isinstance(each, GetTurns)]
+        runner.send(Reply(second.request), b"small", large, b"")
+        runner.send(Heartbeat(Stats(running=3)))
+        runner.send(Reply(99), b"whose?")
+        runner.send(Reply(first.request, "not_found"))
+        assert await asking[0] is None
+        found = await asking[1]
+        assert found is not None
+        assert [bytes(each) for each in found] == [b"small", large, b""]
+        assert engine.stats.running == 3
+        lost = asyncio.create_task(engine.responses.get("resp_0"))
+        await runner.receive()
+        runner.send(Failed("boom"))
+        for each in (lost, engine.responses.delete("resp_0"), engine.abort_answer("cmpl-1")):
+            with pytest.raises(EngineFailed):
+                await each
 
     play(scenario)
 

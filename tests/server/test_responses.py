@@ -14,10 +14,12 @@ from server.chat_template import ChatTemplate
 from server.conversation import MAX_MESSAGES
 from server.errors import QueueFull
 from server.grammars import Grammars
+from server.questions import Questions
 from server.reasoning.styles import REASONING_STYLES
 from server.responses.items import MAX_PARTS
+from server.responses.store import ResponseStore
 from tests.models import EOS_ID, VOCAB_SIZE
-from tests.server.fakes import Api, FakeEngine, Line, ids_of, tokenizer
+from tests.server.fakes import Api, FakeEngine, Line, RecordsHarness, ids_of, tokenizer
 from tests.server.response_events import ROUTE, check_response, events_of, given_services, put_together, respond
 from tests.server.test_chat_tools import CALL, OTHER, WORDS, cut_off, say
 
@@ -302,7 +304,7 @@ def test_a_conversation_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> No
     again = {"input": "y", "previous_response_id": first}
     monkeypatch.setattr("server.responses.routes._INLINE_BYTES", 0)
     assert client.post(ROUTE, again).status_code == 200
-    monkeypatch.setattr("server.responses.routes.MAX_CONVERSATION_BYTES", 50)
+    monkeypatch.setattr("server.responses.store.MAX_CONVERSATION_BYTES", 50)
     refused = client.post(ROUTE, again)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
 
@@ -315,6 +317,30 @@ def test_a_response_that_is_too_large_to_be_kept(monkeypatch: pytest.MonkeyPatch
     assert client.get(f"{ROUTE}/{large['id']}").status_code == 404
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_becomes_too_large_to_be_kept_says_so(stream: bool) -> None:
+    records = RecordsHarness(max_record_bytes=2000)
+    client = Api(given_services(FakeEngine(say("Good day. " * 50)), responses=records.responses))
+    answer = client.post(ROUTE, {"input": "x", "stream": stream})
+    if stream:
+        events = events_of(answer)
+        assert events[0]["response"]["store"] is True
+        response = events[-1]["response"]
+    else:
+        response = check_response(answer.json())
+    assert (response["status"], response["store"]) == ("completed", False)
+    assert len(records.store) == 0
+
+
+def test_a_runner_that_keeps_nothing_does_not_spoil_the_answer() -> None:
+    full = Questions(lambda *_: False, lambda: None)
+    client = Api(given_services(FakeEngine(say("Good day.")), responses=ResponseStore(0, full)))
+    response = check_response(client.post(ROUTE, {"input": "x"}).json())
+    assert (response["status"], response["store"]) == ("completed", False)
+    for answer in (client.get(f"{ROUTE}/x"), client.post(ROUTE, {"input": "x", "previous_response_id": "x"})):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
 def test_a_response_that_has_ended_cannot_be_cancelled() -> None:
     client = Api(given_services(FakeEngine(say("x"))))
     response = client.post(ROUTE, {"input": "x"}).json()
@@ -324,20 +350,6 @@ def test_a_response_that_has_ended_cannot_be_cancelled() -> None:
         refused = client.get(f"{ROUTE}/{response['id']}?{name}")
         assert refused.json()["error"]["code"] == "unsupported_parameter"
     assert client.get(f"{ROUTE}/{response['id']}?stream=false").status_code == 200
-
-
-def test_one_process_of_several_keeps_nothing() -> None:
-    client = Api(given_services(FakeEngine(say("x")), knows_all_answers=False))
-    response = client.post(ROUTE, {"input": "x", "store": True}).json()
-    assert response["store"] is False
-    for answer in (
-        client.post(ROUTE, {"input": "x", "previous_response_id": response["id"]}),
-        client.get(f"{ROUTE}/{response['id']}"),
-        client.delete(f"{ROUTE}/{response['id']}"),
-        client.post(f"{ROUTE}/{response['id']}/cancel"),
-    ):
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
-        assert "--api-workers" in answer.json()["error"]["message"]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -93,12 +93,35 @@ def test_a_response_is_for_the_key_that_asked_for_it(start_server: StartServer) 
             assert mine.responses.retrieve(each.id).id == each.id
 
 
-def test_several_workers_keep_nothing_and_say_so(start_server: StartServer) -> None:
-    server = start_server(api_workers=2).wait_ready()
-    with connect(server) as client:
-        response = client.responses.create(model="scripted", input="hello", max_output_tokens=4)
-        assert response.output_text
-        with pytest.raises(openai.BadRequestError, match="--api-workers"):
-            client.responses.retrieve(response.id)
-        with pytest.raises(openai.BadRequestError, match="--api-workers"):
-            client.responses.create(model="scripted", input="x", previous_response_id=response.id)
+def test_a_response_is_every_workers(start_server: StartServer) -> None:
+    """Each call over a connection of its own, which are dealt out in turn: the runner sees from where they come."""
+    server = start_server(api_workers=2, api_keys=["mine", "theirs"]).wait_ready()
+
+    def asked_by(count: int) -> list[int]:
+        """The workers that sent the last questions."""
+        return [event["worker"] for event in server.messages("record")[-count:]]
+
+    for _ in range(2):  # from the one to the other, and back
+        with connect(server, "mine") as mine:
+            first = mine.responses.create(model="scripted", input="hello", max_output_tokens=4)
+        with connect(server, "mine") as mine:
+            assert mine.responses.retrieve(first.id) == first
+        assert set(asked_by(2)) == {0, 1}
+        with connect(server, "theirs") as theirs, pytest.raises(openai.NotFoundError):
+            theirs.responses.retrieve(first.id)
+        with connect(server, "mine") as mine:
+            second = mine.responses.create(
+                model="scripted", input="more", max_output_tokens=4, previous_response_id=first.id
+            )
+        assert first.usage is not None
+        assert second.usage is not None
+        assert second.usage.input_tokens > first.usage.total_tokens
+        with connect(server, "theirs") as theirs, pytest.raises(openai.NotFoundError):
+            theirs.responses.delete(first.id)
+        with connect(server, "mine") as mine:
+            mine.responses.delete(first.id)
+        for _ in range(2):
+            with connect(server, "mine") as mine, pytest.raises(openai.NotFoundError):
+                mine.responses.retrieve(first.id)
+        assert set(asked_by(2)) == {0, 1}
+        server.status("/readyz")  # an odd connection, so that the next round begins at the other worker

@@ -11,12 +11,12 @@ import pytest
 
 from server.services import Services
 from tests.models import EOS_ID, Family
-from tests.server.fakes import MODEL, FakeEngine, ids_of, say
+from tests.server.fakes import MODEL, FakeEngine, RecordsHarness, ids_of, say
 
 
 def test_load(tiny_model: Callable[[Family], Path]) -> None:
     model = msgspec.structs.replace(MODEL, path=str(tiny_model("llama")))
-    loaded = Services.load(FakeEngine(say("")), model, served_model_names=["a", "b"])
+    loaded = Services.load(FakeEngine(say("")), model, RecordsHarness().responses, served_model_names=["a", "b"])
     assert loaded.defaults.eos_token_ids == (EOS_ID,)
     assert loaded.served_model_names == ("a", "b")
     assert asyncio.run(loaded.tokenizer.encode("answer", add_special_tokens=True)) == ids_of("answer")
@@ -29,6 +29,7 @@ def test_the_operators_choices(tiny_model: Callable[[Family], Path], tmp_path: P
     loaded = Services.load(
         FakeEngine(say("")),
         model,
+        RecordsHarness().responses,
         served_model_names=["a"],
         chat_template="{{ 'mine' }}",
         generation_config=str(tmp_path),
@@ -49,4 +50,4 @@ def test_the_fingerprint_follows_the_model() -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     model = msgspec.structs.replace(MODEL, path=str(tmp_path))
     with pytest.raises((ValueError, OSError)):
-        Services.load(FakeEngine(say("")), model, served_model_names=["a"])
+        Services.load(FakeEngine(say("")), model, RecordsHarness().responses, served_model_names=["a"])

@@ -19,7 +19,7 @@ from server.services import Services
 from server.soft_prompts import SoftPromptError, SoftPrompts
 from tests.models import HIDDEN_SIZE
 from tests.server.completion_calls import embedding
-from tests.server.fakes import MODEL, NAMES, Api, FakeEngine, ids_of, say, services, tokenizer
+from tests.server.fakes import MODEL, NAMES, Api, FakeEngine, RecordsHarness, ids_of, say, services, tokenizer
 
 ROWS = EMBEDDING_ID
 ADAPTER = {
@@ -137,7 +137,13 @@ def test_names_that_are_taken(tmp_path: Path, model: ModelInfo) -> None:
     tokenizer().transformers.save_pretrained(tmp_path)
     for names in (["m", "m:poet"], ["m:poet", "m"]):
         with pytest.raises(SoftPromptError, match="m:poet is a name of the model itself"):
-            Services.load(FakeEngine(say("")), model, served_model_names=names, soft_prompts=[("poet", path)])
+            Services.load(
+                FakeEngine(say("")),
+                model,
+                RecordsHarness().responses,
+                served_model_names=names,
+                soft_prompts=[("poet", path)],
+            )
 
 
 # --- by `model` -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""What workers ask of the store of records, answered. Called by the endpoint's receiving thread."""
+
+from __future__ import annotations
+
+from runner.messages import GetRecord, GetTurns, PutRecord, Reply, ToRecords
+from runner.record_store import Data, NotKept, Record, RecordStore, TooLarge
+
+_COPIED_BYTES = 1 << 16
+"""A frame that came in is kept as it is only from this size on: small ones share memory with what came beside them."""
+
+
+def answer(store: RecordStore, message: ToRecords, frames: list[memoryview]) -> tuple[Reply, list[Data]]:
+    """The reply, and the frames behind it. `frames`: those behind `message`."""
+    number, owner = message.request, message.owner
+    found: list[Data] = []
+    try:
+        if isinstance(message, PutRecord):
+            if len(frames) != 2 or not message.id:
+                return Reply(number, "invalid"), []
+            body, turns = map(_kept, frames)
+            store.put(owner, message.id, Record(body, turns, message.previous))
+        elif isinstance(message, GetRecord):
+            found = [store.get(owner, message.id).body]
+        elif isinstance(message, GetTurns):
+            found = store.turns(owner, message.id, message.max_bytes)
+        else:
+            store.delete(owner, message.id)
+    except NotKept:
+        return Reply(number, "not_found"), []
+    except TooLarge:
+        return Reply(number, "too_large"), []
+    return Reply(number), found
+
+
+def _kept(frame: memoryview) -> Data:
+    return frame if frame.nbytes >= _COPIED_BYTES else bytes(frame)

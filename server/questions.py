@@ -1,0 +1,61 @@
+"""What one API process asks the runner and the runner answers at once with a `Reply`: to end an answer, and for the
+records that all API processes share. Kept by the engine client, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from runner.messages import AbortAnswer, Reply, ToRecords, encode
+from server.errors import APIError, QueueFull, Unavailable
+
+_ANSWER_SECONDS = 60.0
+"""The runner answers at once, but behind what was sent before: gigabytes of rows, at worst."""
+
+Question = AbortAnswer | ToRecords
+Answer = tuple[Reply, Sequence[memoryview]]
+"""And the frames behind it."""
+
+
+class Send(Protocol):
+    def __call__(self, *frames: bytes | memoryview) -> bool:
+        """Never waits. False where the message was not taken."""
+
+
+class Questions:
+    """`check`: raises APIError while there is no runner."""
+
+    def __init__(self, send: Send, check: Callable[[], None]) -> None:
+        self._send = send
+        self._check = check
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+
+    async def ask(self, question: Callable[[int], Question], *frames: bytes | memoryview) -> Answer:
+        """`question`: made with its number. Raises QueueFull (429), Unavailable and EngineFailed (503)."""
+        self._check()
+        number = next(self._numbers)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            if not self._send(encode(question(number)), *frames):
+                raise QueueFull("The engine is not taking requests fast enough.")
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await future
+        except TimeoutError:
+            raise Unavailable("The engine does not answer.") from None
+        finally:
+            del self._waiting[number]
+
+    def on_reply(self, reply: Reply, frames: Sequence[memoryview]) -> None:
+        future = self._waiting.get(reply.request)
+        if future is not None and not future.done():
+            future.set_result((reply, frames))
+
+    def fail(self, error: APIError) -> None:
+        """The runner is gone."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
