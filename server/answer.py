@@ -19,7 +19,7 @@ from server.batch import Batch, EngineRequest
 from server.choices import Choice, ChoiceOptions, Delta, TokenRecord
 from server.detokenizer import Detokenizer
 from server.errors import EngineFailed, InvalidRequest, UnsupportedParameter
-from server.generation import ChoiceEvent
+from server.generation import ChoiceEvent, Direct
 from server.hidden_states import HiddenStates, hidden_bytes
 from server.inputs import Prompt
 from server.request_context import current_request
@@ -71,6 +71,12 @@ class PromptAnswer:
         self._prompt_logprobs = prompt_logprobs
         if not self._missing:
             self._add_prompt_records()
+
+    @property
+    def plain_choice(self) -> Choice | None:
+        """As `Answer.plain_choice`."""
+        is_plain = len(self.choices) == 1 and self._hidden is None and not self._missing
+        return self.choices[0] if is_plain else None
 
     def feed(self, event: ChoiceEvent) -> Sequence[Delta]:
         if event.started is not None and event.choice == 0:
@@ -181,6 +187,16 @@ class Answer:
     def listen(self, on_news: Callable[[], None] | None) -> None:
         """Have `on_news` called, in the caller's context, when there may be something to `take`; None: no more."""
         self._batch.listen(on_news)
+
+    @property
+    def plain_choice(self) -> Choice | None:
+        """The only choice, if what is new of it at a token is at most a text."""
+        return self.prompts[0].plain_choice if len(self.prompts) == 1 else None
+
+    def take_directly(self, direct: Direct) -> None:
+        """Have `direct` called with each token of `plain_choice`, which it counts in its `num_tokens`, until it returns
+        False or there is other news. To be called when there is nothing to `take`."""
+        self._batch.take_directly(direct)
 
     def take(self) -> Sequence[Delta] | None:
         """What one event of the engine has become, which may be nothing; None: there is no event at the moment.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from runner.messages import SamplingParams
-from server.generation import ChoiceEvent
+from server.generation import ChoiceEvent, Direct
 from server.prompt import PromptRows
 
 
@@ -17,6 +17,8 @@ class Stream(Protocol):
     """`generation.GenerationStream`, as far as it is used here."""
 
     def listen(self, on_news: Callable[[], None] | None) -> None: ...
+
+    def take_directly(self, direct: Direct) -> None: ...
 
     def take(self) -> ChoiceEvent | None: ...
 
@@ -88,6 +90,11 @@ class Batch:
             return
         for index, stream in enumerate(self._streams):
             stream.listen(None if on_news is None else partial(self._hear, index))
+
+    def take_directly(self, direct: Direct) -> None:
+        """As `GenerationStream.take_directly`; nothing where there are several prompts."""
+        if self._only is not None:
+            self._only.take_directly(direct)
 
     def take(self) -> tuple[int, ChoiceEvent] | None:
         """The index of a prompt, and what is new of one of its choices; None: nothing at the moment, or nothing any

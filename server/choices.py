@@ -7,7 +7,7 @@ Whole and streamed answers are made of the same `Delta`s: a whole answer is thei
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,6 +122,14 @@ class Choice:
         self._release(self._stops.flush())
         named = stop_token is not None and stop_token in self._options.client_stop_ids
         return self._finish(end.reason, stop_token if named else None)
+
+    @property
+    def texts(self) -> Mapping[int, str | None] | None:
+        """By token: what is new when the engine makes it, and nothing else is. It need not be fed then, only counted in
+        `num_tokens`. As `Detokenizer.texts`."""
+        if not self._is_plain or self._is_first or self.finished:
+            return None
+        return self._detokenizer.texts
 
     def _feed_plain(self, tokens: Sequence[int]) -> Delta | None:
         """What `_add` comes to in the usual case, which happens for nearly every token there is."""

@@ -6,7 +6,7 @@ U+FFFD only when the next byte rules it out or generation ends (`flush`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from encodings.utf_8 import IncrementalDecoder
 from typing import Protocol
 
@@ -26,6 +26,11 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """What is left when no more tokens come."""
+
+    @property
+    def texts(self) -> Mapping[int, str | None] | None:
+        """By token: what `push` would return now, without having been pushed. Those that are missing or None must be
+        pushed; None: all of them, because something is held back."""
 
 
 class ByteDetokenizer:
@@ -69,6 +74,10 @@ class ByteDetokenizer:
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
+    @property
+    def texts(self) -> Mapping[int, str | None] | None:
+        return None if self._utf8.buffer or self._strip else self._vocabulary.texts
+
 
 class StreamDetokenizer:
     """For every other tokenizer: the library's own incremental decoding."""
@@ -108,3 +117,7 @@ class StreamDetokenizer:
         rest: str = self._backend.decode(self._pending, skip_special_tokens=self._skip_special)
         self._pending.clear()
         return rest
+
+    @property
+    def texts(self) -> Mapping[int, str | None] | None:
+        return None

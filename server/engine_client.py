@@ -413,6 +413,9 @@ class EngineClient:
         for rows in step.hidden:
             if (inbox := requests.get(rows.request)) is not None:
                 inbox.add_hidden(rows)
+        for end in step.ends:
+            if (inbox := requests.get(end.request)) is not None:
+                inbox.direct = None  # What the last token is, its end says.
         logprobs = step.logprobs or itertools.repeat(None)
         before: list[float] = []
         for request, choice, token, entry in zip(step.requests, step.choices, step.tokens, logprobs, strict=False):

@@ -4,6 +4,9 @@ The engine's news call `_Pump.run` directly, which writes what they have become 
 resumed between a token and its event, and nothing is sent through the layers around the application, which see a
 response begin and end. Where the client reads too slowly, tokens stay where they are and are merged.
 
+Most tokens are a piece of text and nothing else. `_PlainTokens` writes them as the engine client gets them: between two
+steps the caches have forgotten every stream, and what a token costs is above all how much memory is touched for it.
+
 A stream ends with `data: [DONE]` also after an error: clients take one that merely stops for a complete one.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, Protocol
 
@@ -20,9 +23,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answer import Answer
-from server.choices import Delta
+from server.choices import Choice, Delta
 from server.disconnect import ClientGone, unless_gone
 from server.errors import APIError, InternalError, log_exception
+
+_encode = msgspec.json.Encoder().encode
 
 BODY_WRITER = "intarsia.body_writer"
 """The extension of ASGI by which the protocol (see `http_protocol`) offers its `BodyWriter`."""
@@ -47,6 +52,10 @@ class BodyWriter(Protocol):
     def is_full(self) -> bool:
         """Whether to wait for `on_writable`."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Not full, and whatever was given to it is written."""
+
     def write(self, data: bytes) -> None:
         """At the end of the loop's turn, or with `flush`. Never waits. What nobody reads any more is dropped."""
 
@@ -59,6 +68,10 @@ class Events(Protocol):
 
     def begin(self) -> bytes:
         """What comes before the first delta's."""
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands around the text, which is JSON, in the event of a delta that has nothing but a text; None: that
+        differs from event to event."""
 
     def encode(self, delta: Delta) -> bytes: ...
 
@@ -126,6 +139,10 @@ class _SendingWriter:
     def is_full(self) -> bool:
         return self._sending is not None
 
+    @property
+    def is_idle(self) -> bool:
+        return self._sending is None
+
     def write(self, data: bytes) -> None:
         if data:
             self._waiting.append(data)
@@ -144,6 +161,36 @@ class _SendingWriter:
         self._sending = None
         if self.on_writable is not None:
             self.on_writable()
+
+
+class _PlainTokens:
+    """Writes tokens whose text is all that is new. Everything that it needs, and no more, is in one place."""
+
+    __slots__ = ("_after", "_before", "_choice", "_end", "_texts", "_writer")
+
+    def __init__(
+        self,
+        choice: Choice,
+        texts: Mapping[int, str | None],
+        frame: tuple[bytes, bytes],
+        writer: BodyWriter,
+        end: asyncio.Future[None],
+    ) -> None:
+        self._before, self._after = frame
+        self._choice, self._texts, self._writer, self._end = choice, texts, writer, end
+
+    def write(self, token: int) -> bool:
+        """`generation.Direct`. Of several tokens that have come together only the first: the others are merged."""
+        text = self._texts.get(token)
+        if not text or not self._writer.is_idle:
+            return False
+        try:
+            self._choice.num_tokens += 1
+            self._writer.write(self._before + _encode(text) + self._after)
+        except Exception as error:  # The engine client has other streams' tokens to hand out.
+            if not self._end.done():
+                self._end.set_exception(error)
+        return True
 
 
 class _Pump:
@@ -183,8 +230,20 @@ class _Pump:
         if pieces:
             self._writer.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         is_encoding = self._encoding is not None
-        if self._answer.is_complete and not is_encoding and not self._end.done():
+        if is_encoding or self._end.done():
+            return
+        if self._answer.is_complete:
             self._end.set_result(None)
+        else:
+            self._take_directly()
+
+    def _take_directly(self) -> None:
+        """If the next tokens are likely to be texts and nothing else."""
+        choice = self._answer.plain_choice
+        texts = None if choice is None else choice.texts
+        frame = None if choice is None else self._events.frame(choice.index)
+        if choice is not None and texts is not None and frame is not None:
+            self._answer.take_directly(_PlainTokens(choice, texts, frame, self._writer, self._end).write)
 
     def _collect(self, pieces: list[bytes]) -> None:
         encode = self._events.encode

@@ -45,6 +45,10 @@ class ChoiceEvent:
 _SEVERITY: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2, "error": 3}
 
 
+Direct = Callable[[int], bool]
+"""Takes a token at once, where it is all that is new. False: it has to go the usual way."""
+
+
 class Inbox:
     """The receiving end of one request, and its measurements."""
 
@@ -52,6 +56,7 @@ class Inbox:
         "accepted",
         "context",
         "created",
+        "direct",
         "ended",
         "error",
         "first_slot",
@@ -111,6 +116,8 @@ class Inbox:
         self.on_news: Callable[[], None] | None = None
         """The reader."""
         self.reader_context: Context | None = None
+        self.direct: Direct | None = None
+        """The reader's, of a request with one choice, while nothing is waiting for it."""
         self.waking = False
         """Whether the reader is going to be called."""
 
@@ -124,13 +131,14 @@ class Inbox:
     def add_token(self, choice: int, token: int, logprobs: TokenLogprobs | None, now: float) -> float:
         """Returns when the choice's token before this one came; 0 for its first. (The caller measures the time between
         them for a whole step at once.)"""
-        event = self.pending[choice] or self._event(choice)
-        event.tokens.append(token)
-        if logprobs is not None:
-            if isinstance(event.logprobs, list):
-                event.logprobs.append(logprobs)
-            else:
-                event.logprobs = [logprobs]
+        if self.direct is None or not self.direct(token):
+            event = self.pending[choice] or self._event(choice)
+            event.tokens.append(token)
+            if logprobs is not None:
+                if isinstance(event.logprobs, list):
+                    event.logprobs.append(logprobs)
+                else:
+                    event.logprobs = [logprobs]
         last, self.last_tokens[choice] = self.last_tokens[choice], now
         self.tokens += 1
         if not last:
@@ -222,7 +230,7 @@ class Inbox:
     def listen(self, on_news: Callable[[], None] | None) -> None:
         """Have `on_news` called, in the caller's context, when something has happened: the first event since the last
         one was taken, the acceptance, an error or the end."""
-        self.on_news, self.reader_context = on_news, copy_context()
+        self.on_news, self.reader_context, self.direct = on_news, copy_context(), None
 
     async def wait(self) -> None:
         """Until something has happened."""
@@ -238,6 +246,7 @@ class Inbox:
         if event is None:
             event = self.pending[choice] = ChoiceEvent(choice, [])
             self.ready.append(event)
+            self.direct = None
             self.accepted = True  # Output may overtake the `Accepted` message.
             self._wake()
         return event
@@ -290,6 +299,13 @@ class GenerationStream:
         self._inbox.listen(on_news)
         if on_news is not None and (self._inbox.ready or not self._inbox.open):
             on_news()
+
+    def take_directly(self, direct: Direct) -> None:
+        """Have `direct` called with each token from now on, before anything else is, until there is other news or it
+        returns False: those go the usual way. For the reader of a request with one choice, that has left nothing to
+        `take`. It never gets a choice's last token."""
+        if self._inbox.open == len(self._inbox.ended) == 1 and not self._inbox.ready:
+            self._inbox.direct = direct
 
     def take(self) -> ChoiceEvent | None:
         """What is new of one choice; None: nothing at the moment, or nothing any more (`has_ended`). Raises APIError

@@ -252,11 +252,12 @@ class Writes:
 class CycleWriter:
     """`event_stream.BodyWriter`: parts of a chunked response, written as `RequestResponseCycle.send` writes them."""
 
-    __slots__ = ("_cycle", "_flow", "_protocol", "_transport", "_writes")
+    __slots__ = ("_cycle", "_flow", "_num_unwritten", "_protocol", "_transport", "_writes")
 
     def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol, self._cycle = protocol, cycle
         self._flow, self._transport, self._writes = cycle.flow, cycle.transport, protocol.writes
+        self._num_unwritten = 0
 
     @property
     def on_writable(self) -> Callable[[], None] | None:
@@ -270,13 +271,19 @@ class CycleWriter:
     def is_full(self) -> bool:
         return self._flow.write_paused
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._num_unwritten and not self._flow.write_paused
+
     def write(self, data: bytes) -> None:
+        self._num_unwritten += 1
         self._writes.add(self, data)
 
     async def flush(self) -> None:
         self._writes.flush()
 
     def write_now(self, data: bytes) -> None:
+        self._num_unwritten -= 1
         # Writing to a closed one raises, and what others are to be sent waits behind this.
         if data and not self._cycle.disconnected and not self._transport.is_closing():
             is_chunked = self._cycle.chunked_encoding

@@ -157,14 +157,20 @@ class _Chunks:
     def begin(self) -> bytes:
         return b""
 
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        if not self._has_frames or self._extras:
+            return None
+        frame = self._frames.get(index)
+        if frame is None:
+            # A chunk like any other, cut at its text.
+            before, _, after = self._encode(Delta(index, _MARK)).rpartition(_encode(_MARK))
+            frame = self._frames[index] = before, after
+        return frame
+
     def encode(self, delta: Delta) -> bytes:
         has_more = delta.is_first or delta.finish_reason is not None or delta.tokens or delta.prompt
-        if has_more or not delta.text or not self._has_frames:
-            return self._encode(delta)
-        frame = self._frames.get(delta.index)
-        if frame is None:
-            frame = self._frames[delta.index] = self._frame(delta.index)
-        return frame[0] + _encode(delta.text) + frame[1]
+        frame = None if has_more or not delta.text else self.frame(delta.index)
+        return self._encode(delta) if frame is None else frame[0] + _encode(delta.text) + frame[1]
 
     def _encode(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
@@ -178,11 +184,6 @@ class _Chunks:
                 self._extras = {}
             parts.append(self._tail)
         return b"".join(parts)
-
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """A chunk like any other, cut at its text."""
-        before, _, after = self._encode(Delta(index, _MARK)).rpartition(_encode(_MARK))
-        return before, after
 
     async def end(self) -> bytes:
         if not self._include_usage:

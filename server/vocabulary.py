@@ -37,7 +37,8 @@ class Vocabulary:
         self.strips_first_space = self._word_marks and any(_strips_first_space(step) for step in steps)
         """Whether a text's first token loses a leading space, because the tokenizer had put one before the text."""
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.texts: dict[int, str | None] = {}
+        """As far as `text_of` was asked for them."""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -52,14 +53,14 @@ class Vocabulary:
     def text_of(self, token_id: int) -> str | None:
         """The token's text, if it is whole characters and not special: as most are."""
         try:
-            return self._texts[token_id]
+            return self.texts[token_id]
         except KeyError:
             pass
         try:
             text = None if self.is_special(token_id) else self.bytes_of(token_id).decode()
         except UnicodeDecodeError:
             text = None
-        self._texts[token_id] = text
+        self.texts[token_id] = text
         return text
 
     def decode(self, token_ids: list[int], *, skip_special: bool) -> str:

@@ -120,6 +120,9 @@ class _ResponseEvents:
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event({"type": kind, "response": running}) for kind in kinds)
 
+    def frame(self, index: int) -> None:
+        return None  # events are numbered
+
     def encode(self, delta: Delta) -> bytes:
         return b"".join(map(self._event, self._answer.feed(delta)))
 

@@ -5,8 +5,8 @@
 A scripted runner makes one token a step for each of `--streams` streamed completions, in so many steps a second that
 all of them together are `--rate` tokens. Prints one JSON line: CPU microseconds (user and system) per event of all API
 processes, tokens per event (1 where the reader keeps up; a late one finds tokens merged, which costs less a token), how
-the connections are spread over the processes, and the latency of /livez meanwhile, then while prompts of 64 MiB of rows
-arrive (85 MB of base64 in JSON, one after another).
+the connections are spread over the processes; then, apart from that since probes cost CPU time too, the latency of
+/livez beside the streams, and while prompts of 64 MiB of rows arrive (85 MB of base64 in JSON, one after another).
 """
 
 from __future__ import annotations
@@ -65,27 +65,35 @@ def main() -> None:
 
 def measure(server: ServerProcess, load: Load, seconds: float) -> dict[str, Any]:
     pids = api_processes(server)
-    latencies: list[float] = []
-    windows = [window(server, pids, load, latencies) for _ in range(max(1, round(seconds / _WINDOW)))]
+    windows = [window(pids, load) for _ in range(max(1, round(seconds / _WINDOW)))]
+    rate, per_event = tokens(server, load)
+    latencies = probe_latencies(server.port, 3.0)
     with upload(server.port, rows_body(64 << 20)):
         loaded = probe_latencies(server.port, 3.0)
-    costs = [cpu / events * 1e6 for cpu, _, events in windows]
-    tokens, events = sum(each[1] for each in windows), sum(each[2] for each in windows)
+    costs = [cpu / events * 1e6 for cpu, events in windows]
     return {
         "us_per_event": {"median": round(statistics.median(costs), 1), "best": round(min(costs), 1)},
-        "tokens_per_second": round(tokens / len(windows) / _WINDOW),
-        "tokens_per_event": round(tokens / events, 3),
+        "tokens_per_second": round(rate),
+        "tokens_per_event": round(per_event, 3),
         "streams_by_process": [connections(pid, server.port) for pid in pids],
         "livez_ms": percentiles(latencies),
         "livez_during_upload_ms": percentiles(loaded),
     }
 
 
-def window(server: ServerProcess, pids: list[int], load: Load, latencies: list[float]) -> tuple[float, float, int]:
-    """CPU seconds, tokens and events of one window."""
-    cpu, tokens, events = sum(map(cpu_seconds, pids)), generated(server), load.events.value
-    latencies += probe_latencies(server.port, _WINDOW)
-    return sum(map(cpu_seconds, pids)) - cpu, generated(server) - tokens, load.events.value - events
+def window(pids: list[int], load: Load) -> tuple[float, int]:
+    """CPU seconds and events of one window, in which nothing else is asked of the server."""
+    cpu, events = sum(map(cpu_seconds, pids)), load.events.value
+    time.sleep(_WINDOW)
+    return sum(map(cpu_seconds, pids)) - cpu, load.events.value - events
+
+
+def tokens(server: ServerProcess, load: Load) -> tuple[float, float]:
+    """A second, and an event."""
+    began, made, events = time.perf_counter(), generated(server), load.events.value
+    time.sleep(2 * _WINDOW)
+    took, made, events = time.perf_counter() - began, generated(server) - made, load.events.value - events
+    return made / took, made / events
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

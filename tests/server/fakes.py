@@ -204,6 +204,8 @@ class FakeEngine:
             for choice, line in enumerate(lines):
                 if inbox.ended[choice]:
                     continue
+                if start + self._tokens_per_event >= len(line.tokens):
+                    inbox.direct = None  # as the engine client does it for a step with the choice's end
                 for offset, token in enumerate(line.tokens[start : start + self._tokens_per_event]):
                     if sent == self._fail_after:
                         inbox.fail(APIError(503, "The engine stopped.", type="server_error", code="engine_failed"))

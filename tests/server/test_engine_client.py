@@ -242,6 +242,44 @@ def test_output_may_overtake_the_acceptance() -> None:
     play(scenario)
 
 
+def test_tokens_that_a_reader_takes_directly() -> None:
+    taken: list[int] = []
+
+    def direct(token: int) -> bool:
+        taken.append(token)
+        return token < 10
+
+    async def scenario(engine: EngineClient, runner: Runner) -> None:
+        stream, request = await submit(engine, runner)
+        news = []
+        stream.listen(lambda: news.append(1))
+        runner.step([request], [1])
+        await settle()
+        stream.take_directly(direct)
+        assert taken == [], "there was something to take"
+        assert stream.take() == ChoiceEvent(0, [1])
+        stream.take_directly(direct)
+        for tokens in ([2], [3], [11], [4]):
+            runner.step([request], tokens)
+        await settle()
+        assert taken == [2, 3, 11]
+        assert stream.take() == ChoiceEvent(0, [11, 4])
+        assert len(news) == 2
+        stream.take_directly(direct)
+        # Its last token may be one that is not to be seen.
+        runner.step([request], [5], ends=[End(request, 0, "stop", 5)])
+        await settle()
+        assert stream.take() == ChoiceEvent(0, [5], end=End(request, 0, "stop", 5))
+        assert taken == [2, 3, 11]
+        assert engine.metrics.generation_tokens.value == 6
+        several, request = await submit(engine, runner, n=2)
+        several.take_directly(direct)
+        runner.step([request], [6])
+        assert (await anext(several)).tokens == [6]
+
+    play(scenario)
+
+
 def test_a_slow_reader_finds_its_tokens_merged() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         stream, request = await submit(engine, runner, n=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,14 @@ from server.chat_format import ChatFormat
 from server.choices import Delta
 from server.completions import CompletionFormat
 from server.errors import APIError, QueueFull
-from server.event_stream import _Pump
+from server.event_stream import _PlainTokens, _Pump
 from server.hidden_states import HiddenBlock
 from server.respond import Envelope, _Chunks
 from server.rows_out import RowsOut
 from server.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
-from tests.models import Family
-from tests.server.fakes import FakeEngine, Line, services
-from tests.server.harness import ServerProcess, completion
+from tests.models import BOS_ID, EOS_ID, Family
+from tests.server.fakes import FakeEngine, Line, byte_ids, ids_of, services
+from tests.server.harness import ServerProcess, Stream, completion
 from tests.server.scripted_runner import Script
 
 
@@ -33,6 +34,7 @@ class Deltas:
     """`answer.Answer`, as far as the pump uses it: what is put in comes out. An exception is raised in its turn."""
 
     usage = None
+    plain_choice = None
 
     def __init__(self) -> None:
         self.waiting: list[Sequence[Delta] | Exception] = []
@@ -60,6 +62,8 @@ class Deltas:
 class CollectedBody:
     """`event_stream.BodyWriter` that keeps what is written."""
 
+    is_idle = True
+
     def __init__(self) -> None:
         self.on_writable: Callable[[], None] | None = None
         self.is_full = False
@@ -74,6 +78,9 @@ class CollectedBody:
 
 class Texts:
     """`event_stream.Events`: each delta is its text and a line end."""
+
+    def frame(self, index: int) -> None:
+        return None
 
     def encode(self, delta: Delta) -> bytes:
         return delta.text.encode() + b"\n"
@@ -187,6 +194,67 @@ def test_an_error_in_a_thread_ends_the_stream() -> None:
 
     with pytest.raises(APIError, match="cannot be written"):
         asyncio.run(main())
+
+
+# --- tokens that are only text ----------------------------------------------------------------------------------------
+
+
+class Counted:
+    num_tokens = 0
+
+
+def test_plain_tokens_are_written_at_once() -> None:
+    async def main() -> None:
+        body, choice, end = CollectedBody(), Counted(), asyncio.get_running_loop().create_future()
+        plain = _PlainTokens(choice, {1: "é", 2: None, 3: ""}, (b"<", b">"), body, end)  # type: ignore[arg-type]
+        assert [plain.write(token) for token in (1, 2, 3, 4, 1)] == [True, False, False, False, True]
+        assert (body.data.decode(), choice.num_tokens) == ('<"é"><"é">', 2)
+        body.is_idle = False
+        assert not plain.write(1)
+        body.is_idle = True
+        body.write = None  # type: ignore[assignment,method-assign]
+        assert plain.write(1), "it is taken, and ends the stream"
+        assert isinstance(end.exception(), TypeError)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stop", [True, False])
+def test_plain_streams_add_up_to_whole_answers(fast: ServerProcess, route: str, stop: bool) -> None:
+    """The runner echoes: whole words, characters in pieces, special tokens, and a stop token that has a text."""
+    said = [*ids_of("the answer is <eos>"), BOS_ID, *byte_ids("aé龜🫠\n".encode()), EOS_ID, *ids_of("Paris")]
+    last = byte_ids(b"~")
+    assert last[0] not in said
+    body: dict[str, Any] = {"prompt": said + last, "ignore_eos": True, "max_tokens": 3 * len(said)}
+    if "chat" in route:
+        body = {**body, "messages": [{"role": "user", "content": "the answer aé龜🫠\nParis~"}]}
+        del body["prompt"]
+    if stop:
+        body["stop_token_ids"] = last
+    with fast.client() as client:
+        (choice,) = client.post(route, json=body).json()["choices"]
+    *events, done = Stream(fast.port, route, body | {"stream": True}).rest()
+    assert done == "[DONE]"
+    parts = [json.loads(event)["choices"][0] for event in events]
+    pieces = [part["text"] if "text" in part else part["delta"].get("content", "") for part in parts]
+    assert "".join(pieces) == (choice["text"] if "text" in choice else choice["message"]["content"])
+    assert "~" not in "".join(pieces) or not stop
+    assert parts[-1]["finish_reason"] == choice["finish_reason"] == ("stop" if stop else "length")
+    assert len(pieces) > 10
+
+
+def test_tokens_that_come_together_are_merged(fast: ServerProcess) -> None:
+    """However many steps the server finds at once, they are one event of each stream."""
+    stream = fast.open_stream(2000)
+    next(stream.events)
+    fast.signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    fast.signal(signal.SIGCONT)
+    *events, done = stream.rest()
+    assert done == "[DONE]"
+    pieces = [json.loads(event)["choices"][0]["text"] for event in events]
+    assert max(map(len, pieces)) > 20 * min(len(piece) for piece in pieces if piece)
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,21 @@ def test_completions(said: tuple[list[int], list[str]], packing: int, include_st
         assert found["tokens"] == [f"token_id:{token}" for token in made]
 
 
+@given(_TOKENS, _PACKING, st.booleans(), st.booleans())
+def test_plain_texts(tokens: list[int], packing: int, stopped: bool, routed: bool) -> None:
+    """Nobody asks for more than text. The last token may be a stop token that is not special: it has a text, which
+    isn't sent."""
+    stop_ids = tokens[-1:] if stopped and tokens.count(tokens[-1] if tokens else -1) == 1 else []
+    body: dict[str, Any] = {"max_tokens": len(tokens) or 1, "ignore_eos": True, "stop_token_ids": stop_ids}
+    shown = tokens[:-1] if stop_ids else tokens
+    with api(lambda _ids, _choice: Line(tokens, "length"), tokens_per_event=packing) as (client, _):
+        if routed:
+            text = chat(client, messages=HELLO, **body)["choices"][0]["message"]["content"]
+        else:
+            text = complete(client, prompt=[5], **body)["choices"][0]["text"]
+    assert text == texts_before(shown)[-1]
+
+
 @given(_said_and_stops(), _PACKING)
 def test_chat(said: tuple[list[int], list[str]], packing: int) -> None:
     tokens, stops = said
