@@ -29,6 +29,7 @@ from server.playground import router as playground_router
 from server.probes import package_version, probes_router
 from server.request_log import RequestLog
 from server.responses import routes as responses
+from server.route_paths import RoutePaths
 from server.tracing import Tracing
 
 
@@ -40,12 +41,13 @@ def create_app(
     # No /docs and /redoc: these pages run scripts of a CDN's in this server's origin. /openapi.json is there.
     app = FastAPI(title="Intarsia", version=package_version(), redirect_slashes=False, docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    app.include_router(probes_router(lifecycle, engine.metrics))
+    routers = [probes_router(lifecycle, engine.metrics)]
     routes = (completions, chat, responses, prompt_embeds, text_embeddings, token_embeddings)
-    for module in (*routes, render, models, tokenize, abort):
-        app.include_router(module.router)
+    routers += [module.router for module in (*routes, render, models, tokenize, abort)]
     if config.playground:
-        app.include_router(playground_router)
+        routers.append(playground_router)
+    for router in routers:
+        app.include_router(router)
     install_openapi(app, config.model_names)
 
     def body_limit() -> int:
@@ -63,5 +65,6 @@ def create_app(
     if config.playground:
         app.add_middleware(Playground)
     names = [key.name for key in config.keys]
-    app.add_middleware(RequestLog, metrics=engine.metrics, key_names=names, tracing=tracing)
+    paths = RoutePaths(route for router in routers for route in router.routes)
+    app.add_middleware(RequestLog, metrics=engine.metrics, paths=paths, key_names=names, tracing=tracing)
     return app

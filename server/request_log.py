@@ -20,6 +20,7 @@ from server.gate import OPERATOR_PATHS
 from server.log_format import Pairs
 from server.metrics import Metrics
 from server.request_context import RequestContext, current_request, new_request_id
+from server.route_paths import RoutePaths
 from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia.request")
@@ -33,12 +34,18 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class RequestLog:
-    """`key_names`: of the API keys, by their numbers. `tracing`: None where there is none."""
+    """`paths`: of the routes. `key_names`: of the API keys, by their numbers. `tracing`: None where there is none."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, key_names: Sequence[str] = (), tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: RoutePaths,
+        key_names: Sequence[str] = (),
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
+        self._paths = paths
         self._metrics = metrics
         self._key_names = key_names
         self._tracing = tracing
@@ -79,7 +86,8 @@ class RequestLog:
         if scope["path"] in OPERATOR_PATHS and context.status in (200, 503):
             return  # Probes and scrapes come every few seconds and would drown the rest.
         self._count(context)
-        route = getattr(scope.get("route"), "path", "")
+        # Without a route: a layer around the router has answered, or there is none.
+        route = getattr(scope.get("route"), "path", "") or self._paths.of(scope["path"])
         if logger.isEnabledFor(logging.INFO):
             fields = self._fields(context, scope["method"], route)
             logger.info("%s", Pairs(fields), extra={"fields": fields})

@@ -46,7 +46,8 @@ def test_every_line_is_an_object_and_says_what_happened(server: ServerProcess) -
         assert client.get(f"/{SECRET}?{SECRET}", headers={"Authorization": "Bearer sk-first"}).status_code == 404
         assert client.get("/v1/models", headers={"Authorization": f"Bearer {SECRET}"}).status_code == 401
     # An answer is there before its line.
-    eventually(lambda: len(lines_of(server, "/v1/completions")) == 3 and len(lines_of(server, "unknown")) == 2)
+    eventually(lambda: len(lines_of(server, "/v1/completions")) == 3 and len(lines_of(server, "unknown")) == 1)
+    eventually(lambda: len(lines_of(server, "/v1/models")) == 1)
     for line in server.stderr.splitlines():
         json.loads(line)
     done, bad, gone = sorted(lines_of(server, "/v1/completions"), key=lambda line: int(line["status"]))
@@ -60,11 +61,26 @@ def test_every_line_is_an_object_and_says_what_happened(server: ServerProcess) -
     assert (bad["status"], bad["error"], bad["key"]) == (400, "invalid_value", "key-1")
     assert "finished" not in bad and "prompt_tokens" not in bad
     assert (gone["status"], gone["client_gone"], gone["finished"]) == (499, True, ["abort"])
-    unknown, stranger = lines_of(server, "unknown")
+    (unknown,), (stranger,) = lines_of(server, "unknown"), lines_of(server, "/v1/models")
     assert (unknown["status"], unknown["error"], unknown["key"]) == (404, "not_found", "key-1")
     assert (stranger["status"], stranger["error"]) == (401, "invalid_api_key") and "key" not in stranger
     for secret in (SECRET, "sk-first", "sk-second"):
         assert secret not in server.stderr
+
+
+def test_who_is_not_let_in_has_asked_for_a_route_all_the_same(start_server: StartServer) -> None:
+    server = start_server({"load_seconds": 60}, log_format="json")
+    eventually(lambda: server.status("/livez") == 200)
+    for route, path in (
+        ("/v1/completions", "/v1/completions"),
+        ("/v1/responses/{response_id}", f"/v1/responses/{SECRET}"),
+        ("/v1/models/{model_id:path}", f"/v1/models/{SECRET}/{SECRET}"),
+        ("unknown", f"/v1/{SECRET}"),
+    ):
+        assert server.status(path) == 503
+        (line,) = eventually(lambda route=route: lines_of(server, route))  # type: ignore[misc]
+        assert (line["status"], line["error"], line["method"]) == (503, "overloaded", "GET")
+    assert SECRET not in server.stderr
 
 
 def formatted(kind: str, make: Callable[[str], logging.Formatter], log: Callable[[logging.Logger], None]) -> str:
