@@ -269,7 +269,7 @@ class _Further:
         worker = self._worker
         self._channel.listen(self._on_word, lambda: self._leave(SHUTTING_DOWN))
         worker.start()
-        loading = asyncio.create_task(worker.load())
+        loading = asyncio.create_task(self._load())
         status = EXIT_OK
         try:
             ends: set[asyncio.Future[Any]] = {loading, self._end}
@@ -286,6 +286,16 @@ class _Further:
             await worker.give_up(await self._end)
         await worker.stop()
         return status
+
+    async def _load(self) -> None:
+        """Silently: what there is to say about the model's files, the first worker says."""
+        ours = logging.getLogger("server")
+        level = ours.level
+        ours.setLevel(logging.ERROR)
+        try:
+            await self._worker.load()
+        finally:
+            ours.setLevel(level)
 
     def _on_word(self, word: str, connection: socket.socket | None) -> None:
         if word == "take" and connection is not None:

@@ -6,19 +6,25 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests.integration.real_server import RealServer
-from tests.models import Family
+from tests.models import HIDDEN_SIZE, Family
 
 
 def test_every_line_is_an_object(
     tmp_path: Path, tiny_model: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the model is loaded, too; and two API processes say once how far that is."""
+    """While the model is loaded, too; and of two API processes one says how far that is, and what there is."""
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")  # conftest's, for the tests' own output
-    with RealServer(tmp_path, tiny_model("llama"), log_format="json", api_workers=2) as server:
+    rows = tmp_path / "rows.safetensors"
+    safetensors.numpy.save_file({"rows": np.zeros((3, HIDDEN_SIZE), np.float32)}, rows)
+    options = {"log_format": "json", "api_workers": 2, "soft_prompts": [["soft", str(rows)]]}
+    with RealServer(tmp_path, tiny_model("llama"), **options) as server:
         server.wait_ready()
         messages = [json.loads(line)["message"] for line in server.stderr.splitlines()]
+    assert messages.count("soft prompt soft: 3 rows") == 1
     stages = [message for message in messages if message.startswith("loading: ")]
     assert len(stages) == len(set(stages)) > 1
