@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from server.errors import APIError, InvalidRequest, UnsupportedMediaType
+from server.errors import APIError, BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from server.long_strings import CutBody
 from server.pages import Gathered
+from server.services import services_of
 
 _IN_PLACE_BYTES = 256 * 1024
 """Bodies up to this size take less time to parse than a thread takes to wake up."""
@@ -45,14 +46,27 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise APIError(499, "The client closed the connection before the body was complete.") from None
     if len(body) <= _IN_PLACE_BYTES:
         return parse_object(body.view)
-    return await asyncio.to_thread(parse_large, body.view)
+    return await asyncio.to_thread(parse_large, body.view, services_of(request).max_json_bytes)
 
 
-def parse_large(body: memoryview) -> dict[str, Any]:
-    """`parse_object`, with embeddings as `LongString`s."""
+def parse_large(body: memoryview, limit: int | None = None) -> dict[str, Any]:
+    """`parse_object`, with embeddings as `LongString`s. `limit`: bytes, of all but these; the interpreter's lock is
+    held while they are parsed. Raises BodyTooLarge, InvalidRequest."""
     cut = CutBody(body)
+    _check_size(cut.rest, limit)
     value = parse_object(cut.rest)
-    return value if cut.put_back(value) else parse_object(body)
+    if cut.put_back(value):
+        return value
+    _check_size(body, limit)
+    return parse_object(body)
+
+
+def _check_size(body: bytes | memoryview, limit: int | None) -> None:
+    if limit is not None and len(body) > limit:
+        raise BodyTooLarge(
+            f"The request's JSON is larger than {limit} bytes, the limit of this server. Embeddings and images are not"
+            " counted where they stand in their places, without escapes."
+        )
 
 
 def parse_object(body: bytes | memoryview) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from server.body import media_type_of, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, read_fields
 from server.pages import Gathered
+from server.services import services_of
 
 JSON_FIELD = "request"
 _RAW_TYPE = "application/octet-stream"
@@ -29,7 +30,7 @@ async def read_request(request: Request) -> dict[str, Any]:
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
         fields = await read_fields(_chunks(request), request.headers["content-type"])
-        body = await _take_json(fields)
+        body = await _take_json(fields, request)
         attach(body, fields)
         return body
     if media_type != "application/json":
@@ -42,7 +43,7 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], memoryview]:
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
         fields = await read_fields(_chunks(request), request.headers["content-type"])
-        body = await _take_json(fields) if JSON_FIELD in fields else {}
+        body = await _take_json(fields, request) if JSON_FIELD in fields else {}
         if len(fields) != 1:
             raise InvalidRequest(
                 f"An upload has one field with a tensor file (beside {JSON_FIELD}, if that is there);"
@@ -68,11 +69,11 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         raise APIError(499, "The client closed the connection before the body was complete.") from None
 
 
-async def _take_json(fields: Fields) -> dict[str, Any]:
+async def _take_json(fields: Fields, request: Request) -> dict[str, Any]:
     """Takes the JSON out of the fields. Raises InvalidRequest."""
     data = fields.pop(JSON_FIELD, None)
     if data is None:
         raise InvalidRequest(f"The multipart body must have a field {JSON_FIELD} with the JSON.", param=JSON_FIELD)
     if len(data) <= _IN_PLACE_BYTES:
         return parse_object(data)
-    return await asyncio.to_thread(parse_large, data)
+    return await asyncio.to_thread(parse_large, data, services_of(request).max_json_bytes)

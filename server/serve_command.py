@@ -128,6 +128,13 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help="largest request body (default: a full context of float32 embeddings in base64)",
     )
     add(
+        "--max-json-bytes",
+        type=_size(1),
+        metavar="BYTES",
+        help="largest JSON of a request without its embeddings and images (default: 8 MiB and 16 bytes a token of"
+        " max-model-len)",
+    )
+    add(
         "--api-workers",
         type=_integer(1, 64),
         default=_DEFAULTS.api_workers,

@@ -61,6 +61,8 @@ class Services:
     """None: the model takes no images."""
     image_template: ImageTemplate | None = None
     """Set if `vision` is."""
+    max_json_bytes: int = 16 << 20
+    """Of a request's JSON, without long embeddings and images."""
     stored: StoredEmbeddings | None = None
     """Prompt embeddings that clients have stored; None: this server stores none."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -83,6 +85,7 @@ class Services:
         honour_priority: bool = False,
         strict_params: bool = False,
         trust_request_template: bool = False,
+        max_json_bytes: int = 16 << 20,
         stored: StoredEmbeddings | None = None,
         trust_remote_code: bool = False,
         pooling: str = "auto",
@@ -121,6 +124,7 @@ class Services:
             honour_priority=honour_priority,
             strict_params=strict_params,
             trust_request_template=trust_request_template,
+            max_json_bytes=max_json_bytes,
             stored=stored,
             default_pooling=load_pooling(folder, pooling),
             dimensions=Dimensions.load(folder),

@@ -242,6 +242,7 @@ class Worker:
             honour_priority=config.scheduling_policy == "priority",
             strict_params=config.strict_params,
             trust_request_template=config.trust_request_chat_template,
+            max_json_bytes=config.json_limit_for(model.max_model_len),
             stored=self.engine.stored if config.stores_prompt_embeds else None,
             trust_remote_code=config.trust_remote_code,
             pooling=config.pooling,

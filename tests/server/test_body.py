@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +70,9 @@ def read(body: bytes, content_type: str | None, *, gone: bool = False) -> dict[s
         return {"type": "http.disconnect"} if gone else {"type": "http.request", "body": body, "more_body": False}
 
     headers = [] if content_type is None else [(b"content-type", content_type.encode())]
-    return asyncio.run(read_json(Request({"type": "http", "method": "POST", "headers": headers}, receive)))
+    app = SimpleNamespace(state=SimpleNamespace(services=SimpleNamespace(max_json_bytes=1 << 20)))
+    scope = {"type": "http", "method": "POST", "headers": headers, "app": app}
+    return asyncio.run(read_json(Request(scope, receive)))
 
 
 @pytest.mark.parametrize(
@@ -101,3 +106,50 @@ def test_large_bodies_are_parsed_in_a_thread(size: int, in_thread: bool, monkeyp
     monkeypatch.setattr("server.body.parse_object", parse)
     assert len(read(b'{"a": "' + b"x" * size + b'"}', "application/json")["a"]) == size
     assert (threads[0] is not threading.main_thread()) == in_thread
+
+
+ROWS = base64.b64encode(bytes(2 << 20)).decode()
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ROWS}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt_embeds": ROWS},
+        {"prompt_embeds": [ROWS, ROWS]},
+        {"prompt": ["x", {"type": "prompt_embeds", "data": ROWS}]},
+        {"messages": [{"role": "user", "content": [IMAGE]}], "user": "x" * 1_000_000},
+    ],
+)
+def test_embeddings_and_images_are_not_counted_as_json(value: Any) -> None:
+    parsed = read(json.dumps(value).encode(), "application/json")
+    assert parsed.keys() == value.keys()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "x" * (1 << 20)},
+        {"prompt": [5] * 400_000},
+        {"prompt_embeds": "A", "user": "x" * (1 << 20)},
+        {"metadata": {"data": ROWS}},
+        {"prompt_embeds": ROWS, "metadata": {"data": ROWS}},
+        {"prompt_embeds": ROWS + "\n"},
+        {"prompt": [{}] * 300_000},
+    ],
+    ids=["a text", "token ids", "an unused field", "no embedding", "one of two", "escapes", "objects"],
+)
+def test_json_that_is_too_large_is_not_parsed(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the interpreter's lock for as long as it takes."""
+    sizes = []
+
+    def parse(body: bytes) -> dict[str, Any]:
+        sizes.append(len(body))
+        return parse_object(body)
+
+    monkeypatch.setattr("server.body.parse_object", parse)
+    with pytest.raises(APIError) as caught:
+        read(json.dumps(value).encode(), "application/json")
+    assert (caught.value.status, caught.value.code) == (413, "body_too_large")
+    assert "1048576 bytes" in caught.value.message
+    assert max(sizes, default=0) <= 1 << 20

@@ -270,6 +270,8 @@ def test_the_limit_follows_from_the_model() -> None:
     embedding_in_base64 = 2048 * 4096 * 4 * 4 // 3
     assert embedding_in_base64 < ServerConfig().body_limit_for(2048, 4096) < embedding_in_base64 * 1.1
     assert ServerConfig(max_body_bytes=5).body_limit_for(2048, 4096) == 5
+    assert ServerConfig(max_json_bytes=5).json_limit_for(2048) == 5
+    assert ServerConfig().json_limit_for(131072) == 10 << 20
     two_images = 2 * MAX_IMAGE_BYTES * 4 // 3
     assert two_images < ServerConfig().body_limit_for(512, 64, sees=True) < two_images * 1.2
     assert ServerConfig().body_limit_for(8192, 4096, sees=True) == ServerConfig().body_limit_for(8192, 4096)

@@ -39,6 +39,7 @@ def test_the_defaults_are_the_runners_own() -> None:
         ("--host 0.0.0.0 --port 8123", {"host": "0.0.0.0", "port": 8123}),
         ("--api-key a --api-key b", {"api_keys": ("a", "b")}),
         ("--served-model-name a b --served-model-name c", {"served_model_name": ("a", "b", "c")}),
+        ("--max-json-bytes 3Mi", {"max_json_bytes": 3 << 20}),
         ("--max-body-bytes 5Mi --shutdown-timeout 1.5", {"max_body_bytes": 5 << 20, "shutdown_timeout": 1.5}),
         (
             f"--chat-template {__file__} --generation-config none",

@@ -29,7 +29,7 @@ def server(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPa
     with pytest.MonkeyPatch.context() as patch:
         # Without it glibc keeps up to 64 MiB of what was freed, depending on what was freed before.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
-        with ServerProcess(script, tmp_path_factory.mktemp("server")) as server:
+        with ServerProcess(script, tmp_path_factory.mktemp("server"), max_json_bytes=64 << 20) as server:
             yield server.wait_ready()
 
 

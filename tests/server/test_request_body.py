@@ -43,6 +43,14 @@ def message(*content: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(content)}
 
 
+def test_the_json_of_a_form_has_a_limit() -> None:
+    engine = FakeEngine(say("x"))
+    body = json.dumps({"prompt": [field("a")], "user": "x" * 100_000}).encode()
+    for limit, status in ((100_000, 413), (200_000, 200)):
+        client = Api(services(engine, max_json_bytes=limit))
+        assert client.post(COMPLETIONS, content=None, files={"request": body, "a": payload(2)}).status_code == status
+
+
 def test_a_form_is_what_its_json_would_be() -> None:
     text = {"type": "text", "text": "ques"}
     inline = [{"type": "prompt_embeds", "data": embedding(count, value)[0]} for count, value in ((3, 0.25), (2, 2.0))]
