@@ -29,6 +29,7 @@ from server.errors import (
 )
 from server.metrics import Metrics
 from server.request_log import RequestLog
+from server.route_paths import RoutePaths
 
 
 class Part(BaseModel):
@@ -45,7 +46,7 @@ class Body(BaseModel):
 def client() -> TestClient:
     app = FastAPI()
     install_error_handlers(app)
-    app.add_middleware(RequestLog, metrics=Metrics("m"))
+    app.add_middleware(RequestLog, metrics=Metrics("m"), paths=RoutePaths(()))
 
     @app.post("/validate")
     async def validate(body: Body) -> None: ...
