@@ -186,6 +186,7 @@ class Endpoint:
             elif isinstance(message, Abort):
                 self._abort(message)
             elif isinstance(message, WorkerGone):
+                self._records.end_worker(message.worker)
                 with self._lock:
                     self._forget(message.worker)
             elif isinstance(message, LookUp):

@@ -15,8 +15,8 @@ array); `Generate` is followed by raw frames, in this order:
 5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
    what the image processor made of it, float32; empty where the span names a stored embedding.
 
-`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5. `PutRecord` is followed by two: the
-record's body and its turns. On their way back these two are frames behind a `Reply`.
+`PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5. `PutRecord` is followed by two or
+three: the record's body, its turns and its will. On their way back they are frames behind a `Reply`.
 
 A request is keyed by (worker, request), both chosen by the worker. Nothing that a client sends is ever a key.
 """
@@ -269,7 +269,8 @@ class DeleteRows(msgspec.Struct, frozen=True, array_like=True, tag="delete_rows"
 
 class PutRecord(msgspec.Struct, frozen=True, array_like=True, tag="put_record"):
     """Keep this record, in the place of one with the same id. Followed by two raw frames: its body, and its turns, what
-    it adds to a conversation. Those before it are `previous`'s, and so on. (`too_large`: it is not kept.)"""
+    it adds to a conversation (those before it are `previous`'s, and so on); and by a third one where it is still being
+    made: what its body becomes if the worker dies first. `too_large`: it is not kept."""
 
     worker: int
     request: int
@@ -277,6 +278,8 @@ class PutRecord(msgspec.Struct, frozen=True, array_like=True, tag="put_record"):
     id: str
     previous: str = ""
     """Another record's id."""
+    replaces: bool = False
+    """Only in the place of one that is there, else `not_found`: one that was deleted meanwhile stays so."""
 
 
 class GetRecord(msgspec.Struct, frozen=True, array_like=True, tag="get_record"):

@@ -15,10 +15,11 @@ def answer(store: RecordStore, message: ToRecords, frames: list[memoryview]) -> 
     found: list[Data] = []
     try:
         if isinstance(message, PutRecord):
-            if len(frames) != 2 or not message.id:
+            if len(frames) not in (2, 3) or not message.id:
                 return Reply(number, "invalid"), []
-            body, turns = map(_kept, frames)
-            store.put(owner, message.id, Record(body, turns, message.previous))
+            body, turns, *will = map(_kept, frames)
+            record = Record(body, turns, message.previous, will[0] if will else b"", message.worker)
+            store.put(owner, message.id, record, replaces=message.replaces)
         elif isinstance(message, GetRecord):
             found = [store.get(owner, message.id).body]
         elif isinstance(message, GetTurns):

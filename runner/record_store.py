@@ -40,10 +40,13 @@ class Record:
     turns: Data
     previous: str = ""
     """The id of the record before it in its conversation."""
+    will: Data = b""
+    """What the body becomes when `worker` dies. Empty: nothing."""
+    worker: int = -1
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.turns) + ENTRY_BYTES
+        return len(self.body) + len(self.turns) + len(self.will) + ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -108,8 +111,10 @@ class RecordStore:
         """Bytes."""
         return sum(each.size for each in self._owned.values())
 
-    def put(self, owner: int, record_id: str, record: Record) -> None:
-        """Raises TooLarge."""
+    def put(self, owner: int, record_id: str, record: Record, *, replaces: bool = False) -> None:
+        """`replaces`: only where there is one. Raises TooLarge, NotKept."""
+        if replaces:
+            self.get(owner, record_id)
         if record.size > min(self._max_record_bytes + ENTRY_BYTES, self._max_bytes):
             raise TooLarge
         now = self._clock()
@@ -147,6 +152,14 @@ class RecordStore:
                 raise TooLarge
             record_id = record.previous
         return found[::-1]
+
+    def end_worker(self, worker: int) -> None:
+        """Carries out the wills of a worker that has died."""
+        for owned in self._owned.values():
+            for record_id, entry in list(owned.entries.items()):
+                if entry.record.will and entry.record.worker == worker:
+                    left = Record(entry.record.will, entry.record.turns, entry.record.previous)
+                    owned.put(record_id, _Entry(left, entry.used))
 
     def delete(self, owner: int, record_id: str) -> None:
         """Raises NotKept."""

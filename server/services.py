@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from runner.messages import ModelInfo
+from server.background_tasks import BackgroundTasks
 from server.batch import Engine
 from server.chat_template import ChatTemplate
 from server.embedding_markers import EmbeddingMarkers
@@ -63,6 +64,8 @@ class Services:
     """Set if `vision` is."""
     max_json_bytes: int = 16 << 20
     """Of a request's JSON, without long embeddings and images."""
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
+    """Responses in the background."""
     stored: StoredEmbeddings | None = None
     """Prompt embeddings that clients have stored; None: this server stores none."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -78,7 +78,6 @@ CHAT: dict[str, _Neutral] = {
 RESPONSE: dict[str, _Neutral] = {
     **_COMMON,
     "access_programs": _empty,
-    "background": _empty,
     "background_options": _empty,
     "context_management": _empty,
     "conversation": _empty,

@@ -28,6 +28,7 @@ import uvloop
 
 from runner.messages import ModelInfo
 from server.app import create_app
+from server.background_tasks import BackgroundTasks
 from server.channel import Channel
 from server.config import ServerConfig
 from server.engine_client import EngineClient
@@ -249,7 +250,8 @@ class Worker:
             on_compiled=self.engine.metrics.grammar_compile_time.observe,
             allowed_media_domains=config.allowed_media_domains,
         )
-        return replace(services, created=self._created)
+        background = BackgroundTasks(self.lifecycle.enter, self.lifecycle.leave)
+        return replace(services, created=self._created, background=background)
 
 
 # --- as a process of its own ------------------------------------------------------------------------------------------

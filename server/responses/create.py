@@ -77,6 +77,9 @@ class ResponseAnswer:
     def failed(self, error: APIError) -> Json:
         return self.head.failed(error, self._writer.unfinished())
 
+    def cancelled(self) -> Json:
+        return self.head.cancelled(self._writer.unfinished())
+
     def _entries(self, tokens: Sequence[TokenRecord]) -> list[Json]:
         """The log-probabilities of those tokens that are the message's."""
         if self._logprobs is None:

@@ -31,8 +31,8 @@ class ResponseHead:
         asked = _asked(request, services, stored)
         return cls(response_id, int(time.time()), services.model_name(request.model), asked)
 
-    def running(self) -> Json:
-        return self._body("in_progress", [], None)
+    def running(self, status: Literal["queued", "in_progress"] = "in_progress") -> Json:
+        return self._body(status, [], None)
 
     def ended(
         self, status: Literal["completed", "incomplete"], output: Sequence[Json], usage: Usage, reasoning_tokens: int
@@ -43,6 +43,9 @@ class ResponseHead:
         else:
             body["completed_at"] = int(time.time())
         return body
+
+    def cancelled(self, output: Sequence[Json]) -> Json:
+        return self._body("cancelled", output, None)
 
     def failed(self, error: APIError, output: Sequence[Json]) -> Json:
         error.note()
@@ -58,7 +61,6 @@ class ResponseHead:
             "created_at": self.created,
             "completed_at": None,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": self.model,
@@ -71,6 +73,7 @@ class ResponseHead:
 def _asked(request: ResponseRequest, services: Services, stored: bool) -> Json:
     defaults, reasoning, tools = services.defaults, request.reasoning, chat_tools(request.tools)
     return {
+        "background": bool(request.background),
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from server.body import read_json
 from server.chat import open_chat, parse_chat
-from server.errors import APIError, InvalidRequest, UnsupportedParameter
+from server.errors import APIError, InvalidRequest, Unavailable, UnsupportedParameter
 from server.openapi import json_body
 from server.request_context import release_body
 from server.respond import run_handler
+from server.responses.background import BackgroundResponse, OwnContext
 from server.responses.create import ResponseAnswer, streamed, whole
 from server.responses.head import ResponseHead
 from server.responses.items import Turn, parse_input, turns_of_output
@@ -30,6 +31,10 @@ from server.structured_outputs import Constraint, constraint_of
 router = APIRouter()
 
 _DECODER = msgspec.json.Decoder()
+_RUNNING = ("queued", "in_progress")
+_CANCEL_SECONDS = 10.0
+"""For which a cancelled response is waited for: it ends with the next step."""
+_CANCEL_POLL_SECONDS = 0.02
 _INLINE_BYTES = 256 * 1024
 """A conversation up to this size is read in less time than a thread takes to wake up."""
 
@@ -52,17 +57,27 @@ async def get_response(response_id: str, request: Request) -> Response:
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Conversations that it was in cannot be continued any more."""
-    if not await services_of(request).responses.delete(response_id):
+    services = services_of(request)
+    if not await services.responses.delete(response_id):
         raise _not_kept()
+    await services.engine.abort_answer(response_id)  # if it is being made in the background
     body = {"id": response_id, "object": "response", "deleted": True}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """Always refused: only responses in the background can be cancelled, and there are none."""
-    await _stored(response_id, services_of(request))
-    raise InvalidRequest("Only a response that was created with background: true can be cancelled.", code="not_running")
+    """End a response in the background; one that has ended is answered as it is."""
+    services = services_of(request)
+    body = await _stored(response_id, services)
+    response = msgspec.json.decode(body, type=_Kept)
+    if not response.background:
+        told = "Only a response that was created with background: true can be cancelled."
+        raise InvalidRequest(told, code="not_running")
+    if response.status in _RUNNING:
+        await services.engine.abort_answer(response_id)
+        body = await _ended(response_id, services)
+    return Response(body, media_type="application/json")
 
 
 async def _create(body: Mapping[str, Any], services: Services) -> Response:
@@ -73,7 +88,33 @@ async def _create(body: Mapping[str, Any], services: Services) -> Response:
     # Input may be large, and an answer takes its time: it is held only as far as it is kept.
     request = request.model_copy(update={"input": None})
     keeper = _Keeper.of(request, turns, services)
-    turns = await _before(request.previous_response_id, services) + turns
+    opening = _open(request, turns, keeper, services)
+    del turns
+    if request.background:
+        return await _in_background(opening, request, services)
+    answer = await opening
+    release_body()
+    return streamed(answer) if request.stream else await whole(answer)
+
+
+async def _in_background(
+    opening: Coroutine[Any, Any, ResponseAnswer], request: ResponseRequest, services: Services
+) -> Response:
+    """The response as it is queued."""
+    with OwnContext() as context:
+        answer = await opening
+        response = BackgroundResponse(answer, services.responses, request.previous_response_id, context)
+        services.background.start(response.run())
+    release_body()
+    queued = await asyncio.shield(response.begun)
+    if isinstance(queued, APIError):
+        raise queued
+    return Response(queued, media_type="application/json")
+
+
+async def _open(request: ResponseRequest, turns: Sequence[Turn], keeper: _Keeper, services: Services) -> ResponseAnswer:
+    """Accepted by the engine. Raises APIError."""
+    turns = [*await _before(request.previous_response_id, services), *turns]
     chat_request, constraint = _as_chat(request, turns, services)
     del turns
     response_id = new_id("resp")
@@ -82,9 +123,7 @@ async def _create(body: Mapping[str, Any], services: Services) -> Response:
     with errors_in_our_words():
         chat = await opening
     head = ResponseHead.new(response_id, request, services, stored=keeper.keeps)
-    answer = ResponseAnswer(chat, head, services, keeper.keep)
-    release_body()
-    return streamed(answer) if request.stream else await whole(answer)
+    return ResponseAnswer(chat, head, services, keeper.keep)
 
 
 def _as_chat(
@@ -99,10 +138,14 @@ def _as_chat(
 
 
 class _Keeper:
-    """Keeps a response once it has ended. `turns`: what its request adds to the conversation, as JSON."""
+    """Keeps a response once it has ended. `turns`: what its request adds to the conversation, as JSON. `replaces`: as
+    `ResponseStore.put`."""
 
-    def __init__(self, store: ResponseStore, turns: bytes, previous: str | None, *, keeps: bool) -> None:
+    def __init__(
+        self, store: ResponseStore, turns: bytes, previous: str | None, *, keeps: bool, replaces: bool
+    ) -> None:
         self.keeps = keeps
+        self._replaces = replaces
         self._store = store
         self._turns = turns
         self._previous = previous
@@ -113,7 +156,8 @@ class _Keeper:
         if keeps:
             data = msgspec.json.encode(turns)
             keeps = len(data) < MAX_RESPONSE_BYTES
-        return cls(services.responses, data if keeps else b"", request.previous_response_id, keeps=keeps)
+        previous, replaces = request.previous_response_id, bool(request.background)
+        return cls(services.responses, data if keeps else b"", previous, keeps=keeps, replaces=replaces)
 
     async def keep(self, body: Mapping[str, Any], data: bytes) -> bool:
         """Whether it is kept: it may have become too large. The client gets it either way."""
@@ -121,7 +165,7 @@ class _Keeper:
             return False
         turns = self._turns + b"\n" + msgspec.json.encode(turns_of_output(body["output"]))
         try:
-            return await self._store.put(body["id"], data, turns, self._previous)
+            return not await self._store.put(body["id"], data, turns, self._previous, replaces=self._replaces)
         except APIError:  # the runner does not take it
             return False
 
@@ -152,6 +196,26 @@ async def _stored(response_id: str, services: Services) -> bytes:
     if body is None:
         raise _not_kept()
     return body
+
+
+class _Kept(msgspec.Struct):
+    """What `cancel` looks at."""
+
+    status: str
+    background: bool
+
+
+async def _ended(response_id: str, services: Services) -> bytes:
+    """A response that is about to end, once it has. Raises APIError."""
+    try:
+        async with asyncio.timeout(_CANCEL_SECONDS):
+            while True:
+                body = await _stored(response_id, services)
+                if msgspec.json.decode(body, type=_Kept).status not in _RUNNING:
+                    return body
+                await asyncio.sleep(_CANCEL_POLL_SECONDS)
+    except TimeoutError:
+        raise Unavailable("The response does not end.") from None
 
 
 def _not_kept() -> APIError:

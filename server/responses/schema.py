@@ -78,6 +78,7 @@ class ResponseRequest(RequestBody):
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
     """Missing: true."""
+    background: bool | None = None
     previous_response_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None

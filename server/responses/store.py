@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.messages import MAX_RECORD_BYTES, DeleteRecord, GetRecord, GetTurns, PutRecord
+from runner.messages import MAX_RECORD_BYTES, DeleteRecord, GetRecord, GetTurns, PutRecord, StoreProblem
 from server.errors import InvalidRequest
 from server.questions import Questions
 from server.request_context import current_client
@@ -27,14 +27,27 @@ class ResponseStore:
         self._worker = worker
         self._questions = questions
 
-    async def put(self, response_id: str, body: bytes, turns: bytes, previous: str | None) -> bool:
-        """Keep a response, as JSON, and what it adds to the conversation that `previous` is in. False for one that is
-        too large."""
+    async def put(
+        self,
+        response_id: str,
+        body: bytes,
+        turns: bytes,
+        previous: str | None,
+        *,
+        will: bytes = b"",
+        replaces: bool = False,
+    ) -> StoreProblem:
+        """Keep a response, as JSON, and what it adds to the conversation that `previous` is in: empty while nobody can
+        go on from it. `will`: what it becomes if this process dies. `replaces`: only if it is kept already.
+
+        Returns what is in the way: `too_large`, `not_found`, or nothing.
+        """
         owner, before = current_client(), previous or ""
         reply, _ = await self._questions.ask(
-            lambda number: PutRecord(self._worker, number, owner, response_id, before), body, turns
+            lambda number: PutRecord(self._worker, number, owner, response_id, before, replaces),
+            *((body, turns, will) if will else (body, turns)),
         )
-        return not reply.problem
+        return reply.problem
 
     async def get(self, response_id: str) -> bytes | None:
         """As JSON."""
@@ -52,6 +65,11 @@ class ResponseStore:
         if reply.problem == "too_large":
             raise InvalidRequest(
                 f"previous_response_id: the conversation before is larger than {limit} bytes.",
+                param="previous_response_id",
+            )
+        if not all(map(len, frames)):
+            raise InvalidRequest(
+                "previous_response_id: this response, or one before it, has not ended well, or not yet.",
                 param="previous_response_id",
             )
         return None if reply.problem else frames

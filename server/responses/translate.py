@@ -36,6 +36,10 @@ def _check(request: ResponseRequest) -> None:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise _unsupported("stream_options.include_obfuscation", "is not supported")
+    if request.background and request.store is False:
+        raise InvalidRequest("background: true needs store: true.", param="background")
+    if request.background and request.stream:
+        raise _unsupported("background", "must be false in a stream")
     if request.truncation == "auto":
         raise _unsupported("truncation", "must be disabled: an input that is too long is refused")
     if "reasoning.encrypted_content" in (request.include or ()):

@@ -145,9 +145,45 @@ def test_questions() -> None:
     assert answer(store, GetTurns(0, 7, 5, "b", 7), []) == (Reply(7, "not_found"), [])
     for message in (GetRecord(0, 8, 4, "b"), DeleteRecord(0, 8, 4, "b"), GetRecord(0, 8, 5, "a")):
         assert answer(store, message, []) == (Reply(8, "not_found"), [])
-    for frames in ([], [body], [body] * 3):
+    for frames in ([], [body], [body] * 4):
         assert answer(store, PutRecord(0, 9, 5, "c"), frames) == (Reply(9, "invalid"), [])
     assert len(store) == 1
+
+
+def test_what_is_gone_is_not_put_again() -> None:
+    store = RecordStore()
+    body = memoryview(b"body")
+    assert answer(store, PutRecord(0, 1, 5, "a", replaces=True), [body, body]) == (Reply(1, "not_found"), [])
+    answer(store, PutRecord(0, 2, 5, "a"), [body, body])
+    assert answer(store, PutRecord(0, 3, 5, "a", replaces=True), [body[:1], body]) == (Reply(3), [])
+    assert store.get(5, "a").body == b"b"
+    assert answer(store, PutRecord(0, 4, 6, "a", replaces=True), [body, body]) == (Reply(4, "not_found"), [])
+    assert len(store) == 1
+
+
+def test_wills() -> None:
+    """Of those that are still being made, and by the worker that has died."""
+    store = RecordStore()
+    body, will = memoryview(b"body"), memoryview(b"will")
+    for number, (worker, name, frames) in enumerate(
+        [
+            (1, "open", 3),
+            (1, "ended", 2),
+            (2, "other's", 3),
+            (1, "open and then ended", 3),
+            (1, "open and then ended", 2),
+        ]
+    ):
+        assert answer(store, PutRecord(worker, number, 5, name, "x"), [body, body, will][:frames]) == (
+            Reply(number),
+            [],
+        )
+    store.end_worker(1)
+    assert store.get(5, "open") == Record(b"will", b"body", "x")
+    assert [store.get(5, name).body for name in ("ended", "other's", "open and then ended")] == [b"body"] * 3
+    store.end_worker(2)
+    assert store.get(5, "other's").body == b"will"
+    assert store.size == sum(store.get(5, name).size for name in ("open", "ended", "other's", "open and then ended"))
 
 
 def test_small_frames_are_copied_and_large_ones_kept() -> None:

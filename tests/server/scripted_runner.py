@@ -174,6 +174,7 @@ class ScriptedRunner:
             self.write("gone", worker=message.worker, running=len(running))
             self.choices = [each for each in self.choices if each not in running]
             self.workers.pop(message.worker).close(linger=0)
+            self.records.end_worker(message.worker)
         elif isinstance(message, ToStore):
             row_size = (4 if self.script.dtype == "float32" else 2) * self.model_info().hidden_size
             rows = [memoryview(frame) for frame in frames[1:]]

@@ -497,7 +497,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (item(type="item_reference", id="x"), "input[1].type"),
     (item(type="web_search_call"), "input[1].type"),
     (item(type="reasoning", summary=[], encrypted_content="x"), "input[1].encrypted_content"),
-    ({"background": True}, "background"),
+    ({"background": True, "stream": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"truncation": "auto"}, "truncation"),
