@@ -207,7 +207,7 @@ class ServerConfig:
 
     def json_limit_for(self, max_model_len: int) -> int:
         """The largest JSON of a request without its embeddings and images, bytes: room for texts and ids of a full
-        context, and of many short prompts. While it is parsed the process does nothing else: 2 to 4 ms a MiB of text,
+        context, and of many short prompts. While it is parsed the process does nothing else: up to 4 ms a MiB of text,
         17 of token ids."""
         return self.max_json_bytes or 8 * _MIB + 16 * max_model_len
 
