@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 import openai
@@ -162,6 +163,47 @@ def completions(setting: Setting) -> None:
             assert "".join(chunk.choices[0].text for chunk in chunks) == setting.answer
 
 
+def responses(setting: Setting) -> None:
+    with client(setting.base) as api:
+        first = api.responses.create(model=setting.model, input=QUESTION, temperature=0)
+        assert (first.status, first.output_text) == ("completed", setting.answer)
+        assert first.usage is not None and first.usage.input_tokens == len(setting.prompt_ids)
+        with api.responses.stream(model=setting.model, input=QUESTION, temperature=0) as stream:
+            pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            assert stream.get_final_response().output_text == "".join(pieces) == setting.answer
+        parsed = api.responses.parse(
+            model=setting.model, input=QUESTION, text_format=Capital, temperature=0, max_output_tokens=128
+        )
+        assert isinstance(parsed.output_parsed, Capital)
+        assert api.responses.retrieve(first.id).output_text == setting.answer
+        second = api.responses.create(
+            model=setting.model, input="And of Germany?", previous_response_id=first.id, temperature=0
+        )
+        assert second.output_text and second.usage is not None
+        assert second.usage.input_tokens > first.usage.total_tokens
+        api.responses.delete(first.id)
+        try:
+            api.responses.retrieve(first.id)
+        except openai.NotFoundError:
+            pass
+        else:
+            raise AssertionError("a response that was deleted is there")
+
+
+def responses_in_background(setting: Setting) -> None:
+    with client(setting.base) as api:
+        response = api.responses.create(model=setting.model, input=QUESTION, temperature=0, background=True)
+        assert response.status == "queued"
+        while response.status in ("queued", "in_progress"):
+            time.sleep(0.05)
+            response = api.responses.retrieve(response.id)
+        assert (response.status, response.output_text) == ("completed", setting.answer)
+        endless = api.responses.create(
+            model=setting.model, input=QUESTION, background=True, extra_body={"ignore_eos": True}
+        )
+        assert api.responses.cancel(endless.id).status == "cancelled"
+
+
 def prompts(setting: Setting) -> list[tuple[Any, dict[str, Any]]]:
     """(prompt, extra body): token ids, then embeddings."""
     return [(setting.prompt_ids, {}), (None, {"prompt_embeds": setting.prompt_embeds})]
@@ -211,6 +253,8 @@ EXERCISES = (
     structured_output,
     completions,
     embeddings,
+    responses,
+    responses_in_background,
     errors,
 )
 

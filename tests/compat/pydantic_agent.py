@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, NativeOutput, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.compat.setting import QUESTION, WEATHER, WEATHER_ANSWER, Setting, run
@@ -56,6 +56,19 @@ def chat_streamed(setting: Setting) -> None:
     assert asyncio.run(ask()) == setting.answer
 
 
+def responses(setting: Setting) -> None:
+    """The same agent through `/v1/responses`, whole and streamed."""
+    settings: Any = {"temperature": 0, "max_tokens": 128}
+    provider = OpenAIProvider(base_url=setting.base, api_key="none")
+    agent: Any = Agent(OpenAIResponsesModel(setting.model, provider=provider, settings=settings))
+
+    async def ask() -> str:
+        async with agent.run_stream(QUESTION) as result:
+            return "".join([piece async for piece in result.stream_text(delta=True)])
+
+    assert agent.run_sync(QUESTION).output == asyncio.run(ask()) == setting.answer
+
+
 def conversation(setting: Setting) -> None:
     """The second turn replays the first one."""
     agent: Any = Agent(default_model(setting))
@@ -96,7 +109,7 @@ def structured_output(setting: Setting) -> None:
         assert isinstance(asyncio.run(stream(agent)), Capital)
 
 
-EXERCISES = (chat, chat_streamed, conversation, tools, tools_streamed, structured_output)
+EXERCISES = (chat, chat_streamed, responses, conversation, tools, tools_streamed, structured_output)
 
 if __name__ == "__main__":
     sys.exit(run(EXERCISES))

@@ -101,6 +101,19 @@ async function completions({ base, model, prompt_ids, prompt_embeds, answer }) {
   }
 }
 
+async function responses({ base, model, prompt_ids, answer }) {
+  const api = client(base);
+  const body = { model, input: QUESTION, temperature: 0 };
+  const whole = await api.responses.create(body);
+  assert.equal(whole.output_text, answer);
+  assert.equal(whole.usage.input_tokens, prompt_ids.length);
+  assert.equal((await api.responses.stream(body).finalResponse()).output_text, answer);
+  assert.equal((await api.responses.retrieve(whole.id)).output_text, answer);
+  let background = await api.responses.create({ ...body, background: true });
+  while (["queued", "in_progress"].includes(background.status)) background = await api.responses.retrieve(background.id);
+  assert.equal(background.output_text, answer);
+}
+
 async function errors({ base, model }) {
   const api = client(base);
   const hot = api.chat.completions.create({ model, messages: USER, temperature: 3 });
@@ -119,5 +132,6 @@ await run([
   toolDemanded,
   structuredOutput,
   completions,
+  responses,
   errors,
 ]);
