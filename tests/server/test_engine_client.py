@@ -437,14 +437,14 @@ def test_replies_have_frames_and_find_their_questions() -> None:
         questions = [(await runner.receive())[0] for _ in asking]
         assert all(isinstance(each, GetTurns) for each in questions)
         first, second = [each for each in questions if isinstance(each, GetTurns)]
-        runner.send(Reply(second.request), b"small", large, b"")
+        runner.send(Reply(second.request), b"small", large, b"end")
         runner.send(Heartbeat(Stats(running=3)))
         runner.send(Reply(99), b"whose?")
         runner.send(Reply(first.request, "not_found"))
         assert await asking[0] is None
         found = await asking[1]
         assert found is not None
-        assert [bytes(each) for each in found] == [b"small", large, b""]
+        assert [bytes(each) for each in found] == [b"small", large, b"end"]
         assert engine.stats.running == 3
         lost = asyncio.create_task(engine.responses.get("resp_0"))
         await runner.receive()
