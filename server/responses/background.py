@@ -11,6 +11,7 @@ the runner queues.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from contextlib import aclosing
 from contextvars import Token
@@ -69,16 +70,20 @@ class BackgroundResponse:
         except RequestAborted:
             await self._keep(self._answer.cancelled())
         except APIError as error:
-            if not self.begun.done():
-                self.begun.set_result(error)
-            else:
-                await self._keep(self._answer.failed(error))
+            await self._fail(error)
         except Exception as error:
             log_exception(error)
-            await self._keep(self._answer.failed(InternalError()))
+            await self._fail(InternalError())
         finally:
             self._answer.answer.close()
             self._context.end()
+
+    async def _fail(self, error: APIError) -> None:
+        """Whoever has asked for it is told, or will be."""
+        if self.begun.done():
+            await self._keep(self._answer.failed(error))
+        else:
+            self.begun.set_result(error)
 
     async def _begin(self) -> bytes:
         """Keeps it as queued; returns it as JSON. Raises APIError."""
@@ -102,12 +107,13 @@ class BackgroundResponse:
             raise BodyTooLarge(f"The response is larger than {MAX_RESPONSE_BYTES} bytes and cannot be kept.")
 
     async def _keep(self, body: Json, will: bytes = b"") -> None:
-        """In the place of what is kept of it. Nothing, where that was deleted or the runner has gone."""
-        try:
-            body_id: str = body["id"]
-            await self._store.put(body_id, _encode(body), b"", self._previous, will=will, replaces=True)
-        except APIError as error:
-            log_exception(error)
+        """In the place of what is kept of it, without its output if that is too large. Nothing, where it was deleted,
+        or the runner has gone and all with it."""
+        with contextlib.suppress(APIError):
+            data = _encode(body)
+            problem = await self._store.put(body["id"], data, b"", self._previous, will=will, replaces=True)
+            if problem == "too_large" and body["output"]:
+                await self._keep(body | {"output": []}, will)
 
     def _will(self) -> bytes:
         return _encode(self._answer.head.failed(EngineFailed("The server lost this response."), []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ async def delete_response(response_id: str, request: Request) -> Response:
     services = services_of(request)
     if not await services.responses.delete(response_id):
         raise _not_kept()
-    await services.engine.abort_answer(response_id)  # if it is being made in the background
+    with contextlib.suppress(APIError):  # It is gone, whoever makes it in the background.
+        await services.engine.abort_answer(response_id)
     body = {"id": response_id, "object": "response", "deleted": True}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
