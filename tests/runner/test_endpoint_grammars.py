@@ -49,7 +49,7 @@ class Bench:
 
     def submit(self, **sampling: Any) -> int:
         message, frames = self.harness.message([5, 6, 7], 20, temperature=1.0, **sampling)
-        self.endpoint._admit(message, frames)
+        self.endpoint._admit(msgspec.structs.replace(message, answer="cmpl-1"), frames)
         return message.request
 
     def receive(self) -> FromRunner:
@@ -71,6 +71,7 @@ class Bench:
         return self.endpoint._admission._sequences - self.harness.engine.ended_sequences
 
     def close(self) -> None:
+        assert len(self.endpoint._answers) == 0, "what has ended, or was never begun, is not to be found"
         self.go.set()
         self.endpoint._pool.shutdown()
         self.endpoint._context.destroy(linger=0)
