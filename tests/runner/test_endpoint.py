@@ -157,5 +157,7 @@ def test_records_are_every_workers(workers: tuple[Worker, Worker]) -> None:
     assert first.ask(GetRecord(0, 2, 4, "b")) == ("", [large])
     assert second.ask(GetTurns(1, 2, 4, "b", 1 << 22)) == ("", [large, b"more"])
     assert second.ask(GetRecord(1, 3, 5, "a")) == ("not_found", [])
+    assert second.ask(PutRecord(1, 4, 4, "open"), b"body", b"", b"will") == ("", [])
     first.send(WorkerGone(1))
     assert first.ask(GetRecord(0, 3, 4, "b")) == ("", [large]), "it outlives the one that has put it"
+    assert first.ask(GetRecord(0, 4, 4, "open")) == ("", [b"will"])

@@ -71,10 +71,10 @@ class Bench:
         return self.endpoint._admission._sequences - self.harness.engine.ended_sequences
 
     def close(self) -> None:
-        assert len(self.endpoint._answers) == 0, "what has ended, or was never begun, is not to be found"
         self.go.set()
         self.endpoint._pool.shutdown()
         self.endpoint._context.destroy(linger=0)
+        assert len(self.endpoint._answers) == 0, "what has ended, or was never begun, is not to be found"
 
 
 @pytest.fixture
