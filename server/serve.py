@@ -195,6 +195,7 @@ class _Server:
             self._stop.set()
             return
         # The second one: leave now, but leave nothing behind.
+        logger.warning("a second signal: leaving without waiting for what is still running")
         if self._runner is not None:
             self._runner.kill()
         self._pool.kill()

@@ -53,6 +53,8 @@ EXIT_CONFIGURATION = 3
 SHUTTING_DOWN = "The server is shutting down."
 FLUSH_SECONDS = 2.0
 """After their engine requests have failed, handlers get so long to send their error events."""
+_ORDER_SECONDS = 2.0
+"""How long an order to leave may take to come after the news that there is a reason."""
 _COLLECT_AFTER_OBJECTS = 20_000
 _SWITCH_SECONDS = 0.0005
 """How long a thread that wants the interpreter's lock waits until it asks the one that has it. With Python's own 5 ms
@@ -277,14 +279,25 @@ class _Further:
                 loading.result()
                 worker.lifecycle.loaded = True
                 self._channel.tell("loaded")
+                status = await self._last()
         except UnusableModel:
             status = EXIT_CONFIGURATION  # The first worker finds the same, and says it.
         except EngineFailed:
-            pass  # The order to leave is on its way.
+            status = await self._last()
         if status == EXIT_OK:
             await worker.give_up(await self._end)
         await worker.stop()
         return status
+
+    async def _last(self) -> int:
+        """Until it is time to go. What the runner tells all workers is followed by an order; a failure that this one
+        alone has met is not, and another worker takes its place."""
+        failed = asyncio.create_task(self._worker.engine.wait_failed())
+        await asyncio.wait({failed, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            await asyncio.wait({self._end}, timeout=_ORDER_SECONDS)
+        failed.cancel()
+        return EXIT_OK if self._end.done() else EXIT_FAILED
 
     def _on_word(self, word: str, connection: socket.socket | None) -> None:
         if word == "take" and connection is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -10,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 
+from runner.messages import Rejected, encode
 from server.listener import bind
 from tests.server.conftest import StartServer
 from tests.server.harness import ServerProcess, eventually, free_port, is_alive
@@ -121,6 +124,7 @@ def test_a_second_signal_exits_at_once(start_server: StartServer) -> None:
     assert server.process.poll() is None
     server.signal(signal.SIGTERM)
     assert server.exit_status(2) != 0
+    assert server.stderr.splitlines()[-1].endswith("a second signal: leaving without waiting for what is still running")
     stream.close()
     eventually(lambda: not server.runner_is_alive(), 2)
     assert_nothing_is_left(server)
@@ -142,6 +146,36 @@ def test_the_runner_dies(start_server: StartServer, number: int) -> None:
         assert whole.result().json()["error"]["code"] == "engine_failed"
     assert server.exit_status() == 1
     assert server.status("/readyz") in (0, 503)
+    assert_nothing_is_left(server)
+
+
+def send_to_worker(server: ServerProcess, number: int, data: bytes) -> None:
+    """As if it came from the runner."""
+    (folder,) = server.leftovers()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{folder}/worker{number}")
+        socket.send(data)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (b"\xc1", "the runner sent a message that makes no sense (DecodeError)"),
+        (encode(Rejected(1, "queue_full", "secret", math.inf)), "unexpected builtins.OverflowError"),
+    ],
+    ids=["nonsense", "a fault of ours"],
+)
+def test_what_cannot_be_taken_in_ends_the_server(start_server: StartServer, message: bytes, said: str) -> None:
+    """Part of a step may be lost with it: nobody is to wait for that."""
+    server = start_server(SLOW).wait_ready()
+    stream = server.open_stream(LONG)
+    next(stream.events)
+    send_to_worker(server, 0, message)
+    events = stream.rest()
+    assert error_of(events[-2]) == "engine_failed"
+    assert server.exit_status() == 1
+    assert said in server.stderr
+    assert "secret" not in server.stderr
     assert_nothing_is_left(server)
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import StartServer
@@ -174,6 +175,21 @@ def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(st
     assert "the runner has stopped" in server.stderr
     assert server.stderr.count("API worker") == said
     assert_over(server, pids)
+
+
+def test_a_worker_that_has_lost_the_runner_is_replaced(start_server: StartServer) -> None:
+    """It alone: the others, and the runner, are none the worse."""
+    server = start_server(api_workers=2).wait_ready()
+    (pid,) = children(server)
+    (folder,) = server.leftovers()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{folder}/worker1")
+        socket.send(b"no message")
+    eventually(lambda: not is_alive(pid))
+    eventually(lambda: "API worker 1 has died (exit status 1)" in server.stderr)
+    (other,) = eventually(lambda: children(server))
+    assert other != pid
+    assert server.complete(1).status_code == 200
 
 
 def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -> None:
