@@ -8,7 +8,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,6 +21,7 @@ from safetensors.torch import save
 from transformers import AutoTokenizer
 
 from runner.default_model import default_model_path
+from tests import leash
 from tests.compat.setting import QUESTION, Setting
 from tests.models import build_tiny_model, hf_generate
 from tests.server.harness import ServerProcess
@@ -38,13 +38,13 @@ def default_server(*arguments: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "server.cli", "serve", *arguments]
-    with subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"]) as process:
-        try:
-            wait_ready(base, process)
-            yield base
-        finally:
-            process.terminate()
+    process = leash.start("server.cli", "serve", *arguments, "--port", str(port), "--log-level", "warning")
+    try:
+        wait_ready(base, process)
+        yield base
+    finally:
+        process.terminate()
+        leash.end(process)
 
 
 @contextlib.contextmanager
