@@ -68,7 +68,9 @@ _ONLY_FOR = {
     "trace": ("trace",),
 }
 _FORMS = {"base64": RandomEmbeds, "multipart": MultipartEmbeds, "stored": StoredEmbeds}
-_NEEDED = {"embeds": ("hidden",), "mixed": ("hidden",), "jsonl": ("prompts",), "trace": ("trace",)}
+_NEEDED = {"jsonl": ("prompts",), "trace": ("trace",)}
+ROW_FLAGS = {"ids": ("vocab_size",), "trace": ("vocab_size",), "embeds": ("hidden",), "mixed": ("vocab_size", "hidden")}
+"""Flags about the model's rows, by the workloads that need them. They have values before a workload is made."""
 
 
 def _trace(flags: argparse.Namespace, common: Common, entries: tuple[TraceEntry, ...]) -> Workload:
