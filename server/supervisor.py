@@ -23,7 +23,8 @@ from server.channel import Channel, Word
 from server.child_environment import environment
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.worker import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK, FLUSH_SECONDS, WorkerSpec
+from server.http_server import FLUSH_SECONDS
+from server.worker import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK, WorkerSpec
 
 logger = logging.getLogger("intarsia")
 

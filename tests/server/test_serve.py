@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import zmq
 
@@ -214,6 +215,32 @@ def test_two_servers_on_one_port(start_server: StartServer) -> None:
     assert "Traceback" not in second.stderr
     assert second.messages("start") == []  # No runner was started for nothing.
     assert first.status("/livez") == 200
+    third = start_server(probe_port=first.port)
+    assert third.exit_status() == 1
+    assert f"cannot listen on 127.0.0.1:{first.port}: Address already in use" in third.stderr
+
+
+def test_probes_on_a_port_of_their_own(start_server: StartServer) -> None:
+    port = free_port()
+    server = start_server({"load_seconds": 1.0, "step_seconds": 0.01}, probe_port=port)
+
+    def status(path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    eventually(lambda: status("/livez") == 200)
+    assert status("/readyz") == 503
+    eventually(lambda: status("/readyz") == 200)
+    stream = server.open_stream(LONG)
+    next(stream.events)
+    server.signal(signal.SIGTERM)
+    eventually(lambda: status("/readyz") == 503)
+    assert status("/livez") == 200
+    assert stream.rest()[-1] == "[DONE]"
+    assert server.exit_status() == 0
+    assert_nothing_is_left(server)
 
 
 def test_bound_sockets_collide_before_anybody_accepts() -> None:
