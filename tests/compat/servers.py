@@ -24,11 +24,12 @@ from runner.default_model import default_model_path
 from tests import leash
 from tests.compat.setting import QUESTION, Setting
 from tests.models import build_tiny_model, hf_generate
-from tests.server.harness import ServerProcess
+from tests.server.harness import ROOT, ServerProcess
 from tests.server.scripted_runner import Script
 
 START_SECONDS = 300
 TEMPLATES = Path(__file__).parent / "templates"
+TOOLS_TEMPLATE = ROOT / "docs" / "smollm2_tools.jinja"
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ def two_servers() -> Iterator[Path]:
         template = (TEMPLATES / "scripted.jinja").read_text()
         script = Script(model=str(model), max_model_len=4096)
         with (
-            default_server("--chat-template", str(TEMPLATES / "tools.jinja")) as base,
+            default_server("--chat-template", str(TOOLS_TEMPLATE)) as base,
             ServerProcess(script, folder, chat_template=template) as scripted,
         ):
             scripted.wait_ready()
