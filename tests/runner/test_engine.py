@@ -310,6 +310,8 @@ def test_stats_count(path: Path, prompt: Sample) -> None:
     harness.run()
     stats = harness.engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_used, stats.row_bytes) == (0, 0, 0, 0)
+    # Both have computed the same 32 rows (the last token's never is): four blocks, found under one name each.
+    assert stats.blocks_cached == 4
     assert stats.generated_tokens == 18
     assert (stats.prefix_queries, stats.prefix_hits) == (48, 16)
     assert stats.prompt_tokens == 24 + 8
