@@ -346,6 +346,14 @@ def test_loading_says_how_far_it_is(path: Path) -> None:
     assert str(path) in stages[0]
 
 
+def test_readers_are_shielded_from_long_prompts_unless_the_operator_says_otherwise(path: Path) -> None:
+    """Their next tokens come after 64 rows of others' prompts on a CPU, not after the step's whole budget."""
+    for settings, expected in (({}, 64), ({"chunked_prefill_size": 100}, 100)):
+        engine = load(path, **settings)
+        assert engine.scheduler.budget == 512
+        assert engine.scheduler.chunked_prefill_size == expected
+
+
 def test_a_pool_too_small_for_one_request(path: Path) -> None:
     with pytest.raises(BadConfiguration, match="--kv-cache-memory-bytes"):
         load(path, kv_cache_memory_bytes=1 << 16)
