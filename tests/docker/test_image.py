@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -25,6 +26,7 @@ STRICT = (
     *("--read-only", "--tmpfs=/tmp", "--user", "54321:0", "--cap-drop", "ALL"),
     *("--security-opt", "no-new-privileges", "--pids-limit", "256"),
 )
+TLS_FLAGS, TLS_FILES = ("certfile", "keyfile", "ca-certs"), ("tls.crt", "tls.key", "ca.crt")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
@@ -105,6 +107,25 @@ def test_the_health_check_follows_the_server(container: Container) -> None:
         container.execute("sh", "-c", runner, "CONT")
     eventually(lambda: httpx.get(f"{container.base}/readyz").status_code == 200, 30)
     container.wait_health(True)
+
+
+def test_the_health_check_where_clients_need_a_certificate(engine: Engine, image: str, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    (tmp_path / "tls.crt").write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+    (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "ca.crt").write_bytes(authority.cert_pem.bytes())
+    for path in (tmp_path, *tmp_path.iterdir()):
+        path.chmod(0o755)
+    flags = [f"--ssl-{flag}=/tls/{file}" for flag, file in zip(TLS_FLAGS, TLS_FILES, strict=True)]
+    mount = ("--volume", f"{tmp_path}:/tls:ro")
+    # The port that is published is the probes'.
+    with Container(engine, image, (*STRICT, *mount), ["--port=9443", "--probe-port=9000", *flags]) as container:
+        container.wait_ready()
+        container.wait_health(True)
+        refused = container.execute("intarsia", "healthcheck", "--url", "https://127.0.0.1:9443", check=False)
+        assert refused.returncode == 1
+        assert "certificate required" in refused.stdout.lower()
 
 
 def test_it_writes_nothing_that_stays(container: Container, engine: Engine) -> None:
