@@ -231,7 +231,8 @@ class _Further:
         """Until it is time to go. What the runner tells all workers is followed by an order; a failure that this one
         alone has met is not, and another worker takes its place."""
         failed = asyncio.create_task(self._worker.engine.wait_failed())
-        await asyncio.wait({failed, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {failed, self._end}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             await asyncio.wait({self._end}, timeout=_ORDER_SECONDS)
         failed.cancel()

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -116,7 +117,7 @@ def test_clients_may_have_to_show_one_too(
     start_server: StartServer, authority: Authority, secure_client: httpx.Client, tmp_path: Path
 ) -> None:
     chain, key = authority.issue()
-    files = {"ssl_certfile": chain, "ssl_keyfile": key, "ssl_ca_certs": str(authority.trust)}
+    files: dict[str, Any] = {"ssl_certfile": chain, "ssl_keyfile": key, "ssl_ca_certs": str(authority.trust)}
     server = start_server(**files, probe_port=(probe_port := free_port()), api_workers=2)
     known, foreign = authority.context(), authority.context()
     known.load_cert_chain(*authority.issue("client"))
