@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from tests.docker.conftest import note
-from tests.docker.engine import Container, Engine
+from tests.docker.engine import ROOT, Container, Engine
 from tests.integration.real_server import as_safetensors
 from tests.server.harness import eventually
 
@@ -55,6 +56,21 @@ def test_what_the_image_says_of_itself(engine: Engine, image: str) -> None:
     assert labels["org.opencontainers.image.title"] == "Intarsia"
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["org.opencontainers.image.revision"] == "test"
+
+
+def test_it_has_this_checkout_inside(engine: Engine, image: str) -> None:
+    """And not what some cache has kept of an older one."""
+    script = "cd $1 && find server runner -type f -not -name '*.pyc' -exec sha256sum {} +"
+    packages = "/opt/intarsia/lib/python3.11/site-packages"
+    inside = engine.output(image, "sh", "-c", script, "sh", packages).splitlines()
+    found = {name: digest for digest, name in (line.split(maxsplit=1) for line in inside)}
+    assert found == _digests("server") | _digests("runner")
+
+
+def _digests(package: str) -> dict[str, str]:
+    """Of the checkout's files, by path."""
+    files = [path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_its_user_is_known_and_is_not_root(engine: Engine, image: str) -> None:
