@@ -7,7 +7,7 @@ import argparse
 from server.flag_types import integer, invalid, nonempty, real, seconds, with_default
 
 MANY = 1 << 31
-WORKLOADS = ("ids", "embeds", "text", "mixed", "images", "jsonl", "trace")
+WORKLOADS = ("ids", "embeds", "text", "mixed", "interleaved", "images", "jsonl", "trace")
 EMBEDS_FORMS = ("base64", "multipart", "stored")
 LIMITS = ("ttft", "tpot", "itl", "e2el")
 MAX_PROCS = 64
@@ -42,8 +42,9 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = (
-        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, random"
-        " images with words behind them (chat), those of a file (--prompts), or those of a recorded trace (--trace)"
+        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, ids with"
+        " embeddings among them, random images with words behind them (chat), those of a file (--prompts), or those of"
+        " a recorded trace (--trace)"
     )
     add("--workload", choices=WORKLOADS, default="ids", help=with_default(text, "ids"))
     text = "rows of a random prompt"
@@ -72,7 +73,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     add("--images-per-request", type=integer(1, 16), default=1, metavar="N", help=with_default(text, 1))
     text = "their width and height"
     add("--image-side", type=integer(8, 8192), default=512, metavar="PIXELS", help=with_default(text, 512))
-    text = "of a mix, the share of requests that are embeddings"
+    text = "the share of embeddings: of a mix's requests, of an interleaved prompt's rows"
     add("--embeds-share", type=real(0.0, 1.0), default=0.5, metavar="SHARE", help=with_default(text, 0.5))
     text = (
         "JSON lines or a JSON array; each entry has prompt (text or ids), messages, or ShareGPT's conversations, and"

@@ -60,7 +60,7 @@ def test_closed_loop(server: ServerProcess, capsys: pytest.CaptureFixture[str]) 
 
 def test_embeds_and_a_mix(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--hidden 64 --concurrency 2 --num-requests 8 --procs 1 --input-len 20 --output-len 4 --vocab-size 384"
-    for workload in ("embeds", "mixed"):
+    for workload in ("embeds", "mixed", "interleaved"):
         (point,) = bench(capsys, server, "--workload", workload, *load.split())
         assert (point["answered"], point["input_tokens"], point["output_tokens"]) == (8, 160, 32)
 
@@ -204,9 +204,10 @@ def test_a_wrong_key(capsys: pytest.CaptureFixture[str], server: ServerProcess) 
     [
         ("--workload jsonl", "needs --prompts"),
         ("--workload trace", "needs --trace"),
-        ("--hidden 5", "--hidden is for --workload embeds or mixed"),
+        ("--hidden 5", "--hidden is for --workload embeds or mixed or interleaved"),
         ("--embeds-as stored", "--embeds-as is for --workload embeds or mixed"),
         ("--workload embeds --hidden 5 --embeds-as stored --input-len 3", "needs an --input-len above 3"),
+        ("--workload interleaved --input-len 2", "needs an --input-len of 3 or more"),
         ("--prompts x", "--prompts is for --workload jsonl"),
         ("--prefix-len 512", "less than --input-len"),
         ("--workload text --prefix-len 5", "--prefix-len is for"),
