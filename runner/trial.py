@@ -28,7 +28,7 @@ below 40 ms from token to token."""
 _CHUNK_STEP = 256
 CPU_CHUNK = 64
 """On a CPU, where so many rows are work enough for the cores: all of a step's 512 make 3 % more tokens at most, and
-those who read wait five times as long (docs/load_testing.md)."""
+those who read wait six times as long (docs/load_testing.md)."""
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
