@@ -37,7 +37,11 @@ def main() -> None:
     # torch and transformers take seconds to import; the server may already be told that we are here.
     from runner.endpoint import Endpoint
 
-    endpoint = Endpoint(config)
+    def die(reason: str) -> None:
+        endpoint.set_failed(reason)
+        _exit(endpoint, EXIT_ENGINE_DIED)
+
+    endpoint = Endpoint(config, die)
     endpoint.set_stage("importing")
     import torch
 

@@ -29,6 +29,8 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.num_cached = 0
+        """Free blocks that can be found."""
 
     @property
     def num_free(self) -> int:
@@ -48,6 +50,7 @@ class BlockPool:
             if digest is not None:
                 del self._by_hash[digest]
                 self._hashes[block] = None
+                self.num_cached -= 1
             self._holders[block] = 1
         return blocks
 
@@ -60,6 +63,7 @@ class BlockPool:
                 break
             if self._holders[block] == 0:
                 del self._free[block]
+                self.num_cached -= 1
             self._holders[block] += 1
             blocks.append(block)
         return blocks
@@ -82,3 +86,5 @@ class BlockPool:
                 self._free[block] = None
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached += 1

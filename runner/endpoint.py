@@ -13,7 +13,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,8 +82,11 @@ Command = Request | Abort | WorkerGone | Refused
 
 
 class Endpoint:
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, on_fault: Callable[[str], None] = lambda reason: None) -> None:
+        """`on_fault`: called in a thread of the endpoint's that has met a fault of ours and takes nothing in any more;
+        whoever started the runner has to end it, for nobody would notice otherwise."""
         self._config = config
+        self._on_fault = on_fault
         self._context = zmq.Context()
         self._in = self._context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
@@ -174,6 +178,18 @@ class Endpoint:
     # --- the receiving thread ---------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
+        try:
+            self._receive_all()
+        except Exception as error:
+            self._die("receiving", error)
+
+    def _die(self, work: str, error: Exception) -> None:
+        """The stack is logged, but not the exception's own text: it may quote a prompt."""
+        name = type(error).__name__
+        log.error("the %s thread died: %s\n%s", work, name, "".join(traceback.format_tb(error.__traceback__, -30)))
+        self._on_fault(f"its {work} thread died: {name}")
+
+    def _receive_all(self) -> None:
         while True:
             frames = self._in.recv_multipart(copy=False)
             try:
@@ -306,6 +322,12 @@ class Endpoint:
     # --- the compiling threads --------------------------------------------------------------------------------------
 
     def _compile(self, request: Request) -> None:
+        try:
+            self._pass_on(request)
+        except Exception as error:
+            self._die("grammar", error)
+
+    def _pass_on(self, request: Request) -> None:
         """Gives the request its matchers and passes it on to the engine, or refuses it."""
         worker, number = request.key
         problem = self._add_matchers(request)

@@ -215,6 +215,7 @@ class Engine:
             waiting=len(scheduler.waiting) + (0 if self._images is None else self._images.num_sequences),
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks - 1,
+            blocks_cached=scheduler.pool.num_cached,
             steps=steps.steps,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,

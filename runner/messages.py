@@ -440,6 +440,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     stored_embeddings: int = 0
     stored_bytes: int = 0
     """Host memory held by stored embeddings, those included that were deleted and are still in use."""
+    blocks_cached: int = 0
+    """Of those that are not in use: those that hold a cached prefix."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

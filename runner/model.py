@@ -6,6 +6,7 @@ head, its attention or its rope can't be driven this way; it is never run wrong.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ from runner.decoder import Decoder
 from runner.fusion import NotFusable
 from runner.packed_linear import can_pack, pack_linears
 from runner.vision import FAMILIES, Vision
+
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
 
 class UnsupportedModel(Exception):
@@ -219,11 +222,22 @@ def read_model_config(config: RunnerConfig, path: str) -> PretrainedConfig:
     """The model's own configuration. Raises `UnsupportedModel` where there is none that can be read."""
     if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():  # No hub id looks like that.
         raise UnsupportedModel(f"can't read the configuration of model {path!r}: there is no such folder")
+    if Path(path).is_dir():
+        _check_readable(Path(path))
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"can't read the configuration of model {path!r}: {error}") from error
     return hf_config
+
+
+def _check_readable(folder: Path) -> None:
+    """A container's user is seldom the one who has made the files. The libraries would say that there are none."""
+    may_list = os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _MODEL_SUFFIXES] if may_list else [folder]
+    for file in files:
+        if not os.access(file, os.R_OK, effective_ids=True):
+            raise UnsupportedModel(f"user {os.geteuid()} may not read {str(file)!r}: chmod -R a+rX lets everybody")
 
 
 def max_positions(hf_config: PretrainedConfig) -> int:

@@ -26,6 +26,9 @@ PREFILL_SECONDS = 0.03
 """How long the prompts in a step may hold up the sequences that decode in it: with the decodes themselves that stays
 below 40 ms from token to token."""
 _CHUNK_STEP = 256
+CPU_CHUNK = 64
+"""On a CPU, where so many rows are work enough for the cores: all of a step's 512 make 3 % more tokens at most, and
+those who read wait six times as long (docs/load_testing.md)."""
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
@@ -89,8 +92,8 @@ class LargestStep:
 
     reserve: int = 0
     """Bytes of device memory beyond weights and cache."""
-    chunk: int | None = None
-    """Prompt rows that take PREFILL_SECONDS; None where others' decodes aren't to be shielded from them."""
+    chunk: int = CPU_CHUNK
+    """Prompt rows that a step in which others decode may have: as many as take PREFILL_SECONDS."""
 
 
 def measure(model: Model, backend: AttentionBackend, limits: Limits, block_size: int, *, captured: bool) -> LargestStep:

@@ -35,6 +35,8 @@ class ServerConfig:
     # Where it listens and whom it lets in.
     host: str = "127.0.0.1"
     port: int = 8000
+    probe_port: int | None = None
+    """Where probes are answered in plain HTTP as well; None: only where everything is."""
     api_keys: tuple[str, ...] = ()
     """Each with its settings behind it (`api_keys.parse_key`). Empty: everybody may use every route."""
     cors_origins: tuple[str, ...] = ()

@@ -53,6 +53,7 @@ from server.errors import (
     QueueFull,
     RequestAborted,
     Unavailable,
+    log_exception,
 )
 from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.look_ups import LookUps
@@ -331,6 +332,9 @@ class EngineClient:
             except (msgspec.DecodeError, IndexError) as error:
                 # The two processes do not speak the same language; nothing that follows can be trusted.
                 logger.error("the runner sent a message that makes no sense (%s)", type(error).__name__)
+                self.fail(ENGINE_STOPPED)
+            except Exception as error:  # a fault of ours, and part of a step may be lost: nobody is to wait for it
+                log_exception(error)
                 self.fail(ENGINE_STOPPED)
         if self._loop is not None:
             self._loop.call_soon(self._on_readable)

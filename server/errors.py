@@ -153,7 +153,7 @@ class RequestTimeout(APIError):
     """The answer took longer than the server allows. The client's library is told not to ask for the same again."""
 
     def __init__(self, seconds: float) -> None:
-        message = f"The request took longer than the {seconds:g} seconds that this server allows."
+        message = f"The request took longer than the {seconds:g} s that this server allows."
         super().__init__(504, message, type=SERVER_ERROR, code="timeout", headers={"x-should-retry": "false"})
 
 

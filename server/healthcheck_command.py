@@ -70,13 +70,15 @@ def url_of(command: Sequence[str]) -> str:
     Raises `NoServer` if there is no `intarsia serve` in it, or nothing that can be asked.
     """
     config = _config(_server_flags(command))
-    if config.port == 0:
+    scheme, port = ("https" if config.ssl_certfile else "http"), config.port
+    if config.probe_port is not None:
+        scheme, port = "http", config.probe_port
+    elif port == 0:
         raise NoServer("--port 0 is a port that nobody knows: tell the health check a --url")
-    if config.ssl_ca_certs:
-        raise NoServer("--ssl-ca-certs lets nobody in without a certificate, and a health check has none")
+    elif config.ssl_ca_certs:
+        raise NoServer("--ssl-ca-certs lets nobody in without a certificate: give the server a --probe-port")
     host = _ANY_ADDRESS.get(config.host, config.host)
-    scheme = "https" if config.ssl_certfile else "http"
-    return f"{scheme}://[{host}]:{config.port}" if ":" in host else f"{scheme}://{host}:{config.port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _server_flags(command: Sequence[str]) -> Sequence[str]:

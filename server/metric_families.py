@@ -77,6 +77,12 @@ ENGINE_FAMILIES = (
     ),
     EngineFamily("kv_cache_usage_perc", "gauge", "KV blocks in use, 0 to 1.", in_vllm=True, read=_kv_usage),
     EngineFamily("kv_cache_blocks_used", "gauge", "KV blocks in use.", read=lambda stats: stats.blocks_used),
+    EngineFamily(
+        "kv_cache_blocks_cached",
+        "gauge",
+        "KV blocks that are not in use and hold a cached prefix.",
+        read=lambda stats: stats.blocks_cached,
+    ),
     EngineFamily("kv_cache_blocks", "gauge", "KV blocks that there are.", read=lambda stats: stats.blocks_total),
     EngineFamily(
         "row_bytes",

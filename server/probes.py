@@ -19,7 +19,8 @@ def package_version() -> str:
         return "0.0.0"
 
 
-def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
+def health_router(lifecycle: Lifecycle) -> APIRouter:
+    """The probes proper."""
     router = APIRouter(tags=["operation"])
 
     async def readyz() -> Response:
@@ -29,6 +30,16 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
     async def livez() -> Response:
         """503 when only a restart helps: the runner is dead, or has been silent for a minute."""
         return _probe(lifecycle.not_live())
+
+    for path, probe in (("/health", readyz), ("/ping", readyz), ("/readyz", readyz), ("/livez", livez)):
+        summary = "Alias of /readyz" if probe is readyz and path != "/readyz" else None
+        router.add_api_route(path, probe, methods=["GET"], summary=summary, operation_id=path[1:])
+        router.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
+    return router
+
+
+def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
+    router = health_router(lifecycle)
 
     async def version_() -> dict[str, str]:
         """The server's version."""
@@ -43,10 +54,6 @@ def probes_router(lifecycle: Lifecycle, metrics: Metrics) -> APIRouter:
         body, content_type = metrics.exposition()
         return Response(body, headers={"content-type": content_type})
 
-    for path, probe in (("/health", readyz), ("/ping", readyz), ("/readyz", readyz), ("/livez", livez)):
-        summary = "Alias of /readyz" if probe is readyz and path != "/readyz" else None
-        router.add_api_route(path, probe, methods=["GET"], summary=summary, operation_id=path[1:])
-        router.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/version", version_, methods=["GET"], operation_id="version")
     router.add_api_route("/load", load, methods=["GET"], operation_id="load")
     formats: dict[str, Any] = {"text/plain": {}}

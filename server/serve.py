@@ -21,6 +21,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +34,7 @@ from server.errors import ENGINE_STOPPED, EngineFailed
 from server.listener import Dealer, Taker, bind
 from server.metrics import Metrics
 from server.private_dir import PrivateDir
+from server.probe_port import ProbePort
 from server.shared_cells import SharedCells
 from server.supervisor import RunnerProcess, WorkerPool
 from server.tls import Certificate, UnusableCertificate
@@ -55,37 +58,57 @@ _RUNNER_EXIT_SECONDS = 5.0
 def serve(config: ServerConfig) -> int:
     """Run the server until a signal or a failure ends it; returns the exit status."""
     config = replace(config, api_keys=hashed(config.api_keys))
+    with ExitStack() as stack:
+        try:
+            certificate = None if config.certificate_files is None else Certificate(config.certificate_files)
+            listeners = [stack.enter_context(_listen(config, port)) for port in _ports(config)]
+        except UnusableCertificate as error:
+            print(f"intarsia: {error}", file=sys.stderr)
+            return EXIT_CONFIGURATION
+        except _CannotListen as error:
+            print(f"intarsia: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        configure_process(config.log_level, config.log_format)
+        folder = PrivateDir()
+        stack.callback(folder.remove)
+        loop = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        server = _Server(config, listeners, folder, certificate)
+        status = loop.run(server.run())
+        if server.is_importing:
+            leave(status)  # The thread would be waited for; a signal that comes while loading is to be obeyed now.
+        return status
+
+
+def _ports(config: ServerConfig) -> list[int]:
+    """The API's first."""
+    return [config.port] if config.probe_port is None else [config.port, config.probe_port]
+
+
+class _CannotListen(Exception):
+    """The message is for the operator."""
+
+
+def _listen(config: ServerConfig, port: int) -> socket.socket:
     try:
-        certificate = None if config.certificate_files is None else Certificate(config.certificate_files)
-        listener = bind(config.host, config.port, config.silent_seconds)
-    except UnusableCertificate as error:
-        print(f"intarsia: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+        return bind(config.host, port, config.silent_seconds)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        print(f"intarsia: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
-        return EXIT_FAILED
-    configure_process(config.log_level, config.log_format)
-    folder = PrivateDir()
-    try:
-        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-            server = _Server(config, listener, folder, certificate)
-            status = loop.run(server.run())
-            if server.is_importing:
-                leave(status)  # The thread would be waited for; a signal that comes while loading is to be obeyed now.
-            return status
-    finally:
-        folder.remove()
+        raise _CannotListen(f"cannot listen on {config.host}:{port}: {reason}") from error
 
 
 class _Server:
     """The parts of a running server, and the order in which they start and stop."""
 
     def __init__(
-        self, config: ServerConfig, listener: socket.socket, folder: PrivateDir, certificate: Certificate | None
+        self,
+        config: ServerConfig,
+        listeners: Sequence[socket.socket],
+        folder: PrivateDir,
+        certificate: Certificate | None,
     ) -> None:
+        """`listeners`: the API's, and perhaps the probes'."""
         self._config = config
-        self._listener = listener
+        self._listener, *self._probe_listeners = listeners
         self._folder = folder
         cells = SharedCells(config.api_workers, Metrics.CELLS)
         spec = WorkerSpec(config, str(folder.path), process=os.getpid(), created=int(time.time()), metrics_fd=cells.fd)
@@ -104,6 +127,8 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         worker = self._worker
         dealer = Dealer(self._listener, self._takers)
+        silent = self._config.silent_seconds
+        probe_ports = [ProbePort(listener, worker.lifecycle, silent) for listener in self._probe_listeners]
         try:
             worker.start()
             self._runner = await RunnerProcess.start(self._config, worker.engine.runner_address)
@@ -113,6 +138,8 @@ class _Server:
             await self._pool.stop()
             dealer.close()
             self._listener.close()
+            for port in probe_ports:
+                await port.stop()
             await worker.stop()
             if self._runner is not None:
                 await self._runner.stop()
@@ -195,6 +222,7 @@ class _Server:
             self._stop.set()
             return
         # The second one: leave now, but leave nothing behind.
+        logger.warning("a second signal: leaving without waiting for what is still running")
         if self._runner is not None:
             self._runner.kill()
         self._pool.kill()

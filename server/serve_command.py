@@ -72,13 +72,24 @@ def build_config(arguments: argparse.Namespace) -> ServerConfig:
     if "ssl_certfile" not in chosen and (alone := sorted(name for name in chosen if name.startswith("ssl_"))):
         print(f"intarsia: --{alone[0].replace('_', '-')} needs --ssl-certfile", file=sys.stderr)
         raise SystemExit(2)
-    return ServerConfig(**chosen)
+    config = ServerConfig(**chosen)
+    if config.probe_port == config.port:
+        print("intarsia: --probe-port and --port are the same", file=sys.stderr)
+        raise SystemExit(2)
+    return config
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default=_DEFAULTS.host, help=_with_default("address to listen on", _DEFAULTS.host))
     add("--port", type=_integer(0, 65535), default=_DEFAULTS.port, help=_with_default("port to listen on", 8000))
+    add(
+        "--probe-port",
+        type=_integer(1, 65535),
+        metavar="PORT",
+        help="answer /livez, /readyz, /health and /ping there, too, in plain HTTP and without a client's certificate"
+        " (default: only on --port)",
+    )
     add(
         "--api-key",
         dest="api_keys",
@@ -119,7 +130,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         "--ssl-ca-certs",
         type=_readable,
         metavar="FILE",
-        help="let in only clients that show a certificate of these authorities, probes too (default: everybody)",
+        help="let in only clients that show a certificate of these authorities; probes too, but on --probe-port"
+        " (default: everybody)",
     )
     add(
         "--max-body-bytes",
@@ -394,7 +406,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--chunked-prefill-size",
         type=_size(1),
         metavar="ROWS",
-        help="of these, prompt rows while others decode (default: what a GPU computes in 30 ms; no bound on a CPU)",
+        help="of these, prompt rows while others decode (default: what a GPU computes in 30 ms; 64 on a CPU)",
     )
     add(
         "--scheduling-policy",

@@ -23,7 +23,8 @@ from server.channel import Channel, Word
 from server.child_environment import environment
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.worker import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK, FLUSH_SECONDS, WorkerSpec
+from server.http_server import FLUSH_SECONDS
+from server.worker import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_OK, WorkerSpec
 
 logger = logging.getLogger("intarsia")
 
@@ -95,7 +96,8 @@ class WorkerProcess(Child):
     @classmethod
     async def start(cls, spec: WorkerSpec) -> WorkerProcess:
         channel, theirs = Channel.pair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(channel.close)
             description = msgspec.structs.replace(spec, channel_fd=theirs.fileno())
             process = await asyncio.create_subprocess_exec(
                 *_WORKER_COMMAND,
@@ -104,6 +106,7 @@ class WorkerProcess(Child):
                 start_new_session=True,
                 pass_fds=(theirs.fileno(), spec.metrics_fd),
             )
+            on_failure.pop_all()
         worker = cls(process, channel, spec.number)
         if process.stdin is not None:
             # Not on the command line, where everybody could read the API keys.
@@ -217,7 +220,12 @@ class WorkerPool:
                 self._broken_status = EXIT_CONFIGURATION if status == EXIT_CONFIGURATION else EXIT_FAILED
                 self._broken.set()
                 return
-            await self._start(row)
+            try:
+                await self._start(row)
+            except OSError as error:  # no process, no memory or no descriptor to be had
+                logger.error("API worker %d cannot be started (%s): stopping the server", row, error.strerror)
+                self._broken.set()
+                return
 
 
 def describe(status: int) -> str:

@@ -30,7 +30,7 @@ class Timeouts:
 
     def _end_of_wait(self, inbox: Inbox, give_up: Callable[[Inbox, APIError], None]) -> None:
         if not inbox.first_slot:
-            give_up(inbox, Unavailable(f"The request has waited for its turn for {self.queue:g} seconds."))
+            give_up(inbox, Unavailable(f"The request has waited for its turn for {self.queue:g} s."))
 
 
 NO_TIMEOUTS = Timeouts()

@@ -17,13 +17,11 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-import uvicorn
 import uvloop
 
 from runner.messages import ModelInfo
@@ -33,7 +31,7 @@ from server.channel import Channel
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.errors import ENGINE_STOPPED, EngineFailed
-from server.http_protocol import LimitedHttpProtocol, Writes
+from server.http_server import FLUSH_SECONDS, HttpServer
 from server.lifecycle import Lifecycle
 from server.log_format import formatter
 from server.metrics import Metrics
@@ -43,7 +41,7 @@ from server.services import Services
 from server.shared_cells import SharedCells
 from server.soft_prompts import SoftPromptError
 from server.timeouts import Timeouts
-from server.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, Certificate
+from server.tls import Certificate
 from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia")
@@ -53,16 +51,12 @@ EXIT_FAILED = 1
 EXIT_CONFIGURATION = 3
 
 SHUTTING_DOWN = "The server is shutting down."
-FLUSH_SECONDS = 2.0
-"""After their engine requests have failed, handlers get so long to send their error events."""
+_ORDER_SECONDS = 2.0
+"""How long an order to leave may take to come after the news that there is a reason."""
 _COLLECT_AFTER_OBJECTS = 20_000
 _SWITCH_SECONDS = 0.0005
 """How long a thread that wants the interpreter's lock waits until it asks the one that has it. With Python's own 5 ms
 the event loop waited so long each time that another thread was busy with Python (a template, an image, a parser)."""
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 s for which proxies keep idle connections: who closes first must not be us."""
-_HEADERS = [("x-content-type-options", "nosniff"), ("x-frame-options", "DENY")]
-"""Of every answer: what is JSON is not to be taken for a page, and a page of ours is not to be put into another."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -90,20 +84,11 @@ class UnusableModel(Exception):
     """The model's files can't be used with this configuration. The message is for the operator."""
 
 
-class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers: they would close the listener at the first SIGTERM."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 class Worker:
     """`start`, `load`, connections through `take`; then `give_up` if need be, `stop` and `close`."""
 
     def __init__(self, spec: WorkerSpec, cells: SharedCells, certificate: Certificate | None = None) -> None:
         config = self._config = spec.config
-        self._certificate = certificate
         self._created = spec.created
         self.engine = EngineClient(
             Metrics(
@@ -125,29 +110,11 @@ class Worker:
         """Whether the thread that imports the tokenizer's library is at it."""
         self._tracing = _tracing(config)
         self._app = create_app(config, self.engine, self.lifecycle, self._tracing)
-        self._http = _Http(
-            uvicorn.Config(
-                self._app,
-                http=LimitedHttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                headers=_HEADERS,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=int(FLUSH_SECONDS),
-            )
-        )
-        self._serving: asyncio.Task[None] | None = None
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._writes: Writes | None = None
-        """Of all connections."""
+        self._http = HttpServer(self._app, config.silent_seconds, certificate)
 
     def start(self) -> None:
         self.engine.start()
-        self._serving = asyncio.create_task(self._http.serve([]))
+        self._http.start()
 
     async def load(self) -> None:
         """Wait for the model, then give the routes what they work with. Raises UnusableModel, and EngineFailed when the
@@ -170,10 +137,7 @@ class Worker:
 
     def take(self, connection: socket.socket) -> bool:
         """Serve `connection`. Always possible."""
-        task = asyncio.create_task(self._connect(connection))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-        return True
+        return self._http.take(connection)
 
     async def give_up(self, message: str) -> None:
         """End every request with an error, and wait until their clients have been told, if that is soon."""
@@ -184,9 +148,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Close the connections, then what the routes worked with."""
-        self._http.should_exit = True
-        if self._serving is not None:
-            await self._serving
+        await self._http.stop()
         services: Services | None = getattr(self._app.state, "services", None)
         if services is not None:
             services.grammars.close()
@@ -194,28 +156,6 @@ class Worker:
                 services.vision.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.flush)
-
-    async def _connect(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(self._protocol, connection, **self._tls())
-        except OSError:  # The client has left again, or does not speak TLS.
-            connection.close()
-
-    def _protocol(self) -> LimitedHttpProtocol:
-        loop = asyncio.get_running_loop()
-        if self._writes is None:
-            self._writes = Writes(loop)
-        protocol = LimitedHttpProtocol(self._http.config, self._http.server_state, {}, loop, self._writes)
-        protocol.read_seconds = 2 * self._config.silent_seconds
-        return protocol
-
-    def _tls(self) -> dict[str, Any]:
-        """Arguments of `connect_accepted_socket`."""
-        if self._certificate is None:
-            return {}
-        seconds = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
-        return {"ssl": self._certificate.context(), **seconds}
 
     def _import_transformers(self) -> None:
         """Called in a thread. Takes most of a second, in which the runner loads the model."""
@@ -281,10 +221,11 @@ class _Further:
                 loading.result()
                 worker.lifecycle.loaded = True
                 self._channel.tell("loaded")
+                status = await self._last()
         except UnusableModel:
             status = EXIT_CONFIGURATION  # The first worker finds the same, and says it.
         except EngineFailed:
-            pass  # The order to leave is on its way.
+            status = await self._last()
         if status == EXIT_OK:
             await worker.give_up(await self._end)
         await worker.stop()
@@ -299,6 +240,17 @@ class _Further:
             await self._worker.load()
         finally:
             ours.setLevel(level)
+
+    async def _last(self) -> int:
+        """Until it is time to go. What the runner tells all workers is followed by an order; a failure that this one
+        alone has met is not, and another worker takes its place."""
+        failed = asyncio.create_task(self._worker.engine.wait_failed())
+        ends: set[asyncio.Future[Any]] = {failed, self._end}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            await asyncio.wait({self._end}, timeout=_ORDER_SECONDS)
+        failed.cancel()
+        return EXIT_OK if self._end.done() else EXIT_FAILED
 
     def _on_word(self, word: str, connection: socket.socket | None) -> None:
         if word == "take" and connection is not None:

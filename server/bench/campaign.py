@@ -6,14 +6,10 @@ meanwhile then falls on both alike.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
-from server.bench.completion_stream import http_failure
-from server.bench.http_connection import CallFailed, HttpConnection, Target
+from server.bench.http_connection import Target
 from server.bench.jobs import Job, Outcome
 from server.bench.summary import Limits, Summary, summarise
 from server.bench.workers import ClientProcesses, Progress
@@ -97,50 +93,3 @@ class Campaign:
         self, watch: Callable[[Point, int, int, Progress], None], point: Point, round_: int, level: Level
     ) -> Callable[[Progress], None]:
         return lambda progress: watch(point, round_, level.num_requests, progress)
-
-
-def find_model(target: Target) -> str:
-    """The first model that the server lists. Raises CallFailed."""
-    return asyncio.run(_find_model(target))
-
-
-class _Card(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Card]
-
-
-@dataclass
-class _Collected:
-    status: int = 0
-    body: bytearray = field(default_factory=bytearray)
-
-    def on_status(self, status: int, now: float) -> None:
-        self.status = status
-
-    def on_body(self, data: bytes, now: float) -> None:
-        self.body += data
-        if len(self.body) > 1 << 20:
-            raise CallFailed("bad_response", "the list of models is too long")
-
-
-async def _find_model(target: Target) -> str:
-    connection, answer = HttpConnection(target, connect_timeout=10), _Collected()
-    try:
-        async with asyncio.timeout(30):
-            await connection.call("GET", "/v1/models", (), answer)
-    except TimeoutError:
-        raise CallFailed("timeout", "GET /v1/models was not answered within 30 s") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise http_failure(answer.status, bytes(answer.body))
-    try:
-        models = msgspec.json.decode(answer.body, type=_Models).data
-    except msgspec.MsgspecError:
-        models = []
-    if not models:
-        raise CallFailed("bad_response", "GET /v1/models names no model; use --model")
-    return models[0].id

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from server.bench.campaign import Campaign, Point, Server, find_model
-from server.bench.flags import UsageError
+from server.bench.campaign import Campaign, Point, Server
+from server.bench.discovery import find_model, find_rows
+from server.bench.flags import DEFAULT_VOCAB_SIZE, UsageError
 from server.bench.html_report import html_report
 from server.bench.http_connection import CallFailed, Target
 from server.bench.levels import build_levels, num_procs
 from server.bench.results import Results
-from server.bench.sources import build_source
+from server.bench.sources import ROW_FLAGS, build_source
 from server.bench.text_report import ProgressLine, comparison_table, table
 from server.bench.workers import ClientProcesses, LoadError
 
@@ -38,7 +40,9 @@ def _run(flags: argparse.Namespace) -> int:
     levels = build_levels(flags, source)
     files = _open_results(flags)
     rounds = flags.rounds or (1 if flags.compare is None else 3)
-    campaign = Campaign(_servers(flags), levels, source.make, rounds, flags.timeout)
+    servers = _servers(flags)
+    _fill_in(flags, servers)
+    campaign = Campaign(servers, levels, source.make, rounds, flags.timeout)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     results = Results(flags, dict(flags.goodput) if flags.goodput else None, started, [])
     try:
@@ -72,6 +76,22 @@ def _servers(flags: argparse.Namespace) -> list[Server]:
             raise UsageError(str(error)) from None
         servers.append(Server(url, target, model or find_model(target)))
     return servers
+
+
+def _fill_in(flags: argparse.Namespace, servers: Sequence[Server]) -> None:
+    """--vocab-size and --hidden where they are needed and not given. Raises UsageError where no server says it."""
+    asked = [name for name in ROW_FLAGS.get(flags.workload, ()) if getattr(flags, name) is None]
+    if not asked:
+        return
+    found = find_rows([server.target for server in servers])
+    if "vocab_size" in asked:
+        flags.vocab_size = min((rows.vocab_size for rows in found), default=DEFAULT_VOCAB_SIZE)
+    if "hidden" in asked:
+        widths = {rows.hidden for rows in found}
+        if len(widths) != 1:
+            problem = "the two servers' models have rows of different sizes" if widths else "the server doesn't say it"
+            raise UsageError(f"--workload {flags.workload} needs --hidden: {problem}")
+        flags.hidden = widths.pop()
 
 
 def _show(point: Point, results: Results) -> None:

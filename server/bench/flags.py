@@ -7,10 +7,11 @@ import argparse
 from server.flag_types import integer, invalid, nonempty, real, seconds, with_default
 
 MANY = 1 << 31
-WORKLOADS = ("ids", "embeds", "text", "mixed", "images", "jsonl", "trace")
+WORKLOADS = ("ids", "embeds", "text", "mixed", "interleaved", "images", "jsonl", "trace")
 EMBEDS_FORMS = ("base64", "multipart", "stored")
 LIMITS = ("ttft", "tpot", "itl", "e2el")
 MAX_PROCS = 64
+DEFAULT_VOCAB_SIZE = 32_000
 
 
 class UsageError(Exception):
@@ -41,22 +42,23 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = (
-        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, random"
-        " images with words behind them (chat), those of a file (--prompts), or those of a recorded trace (--trace)"
+        "prompts: random token ids, random embeddings, random English words, ids and embeddings in turn, ids with"
+        " embeddings among them, random images with words behind them (chat), those of a file (--prompts), or those of"
+        " a recorded trace (--trace)"
     )
     add("--workload", choices=WORKLOADS, default="ids", help=with_default(text, "ids"))
     text = "rows of a random prompt"
     add("--input-len", type=integer(1, 1 << 24), default=512, metavar="ROWS", help=with_default(text, 512))
     text = "tokens to ask for, where a file doesn't say"
     add("--output-len", type=integer(1, 1 << 24), default=128, metavar="TOKENS", help=with_default(text, 128))
-    text = "random ids are between 3 and this"
-    add("--vocab-size", type=integer(4, 1 << 24), default=32_000, metavar="N", help=with_default(text, 32_000))
+    text = f"random ids are between 3 and this (default: the server's, or {DEFAULT_VOCAB_SIZE} where it doesn't say)"
+    add("--vocab-size", type=integer(4, 1 << 24), metavar="N", help=text)
     text = "how many of a random prompt's ids it shares with the others of its group"
     add("--prefix-len", type=integer(0, 1 << 24), default=0, metavar="ROWS", help=with_default(text, 0))
     text = "groups of prompts that share a prefix"
     add("--num-prefixes", type=integer(1, MANY), default=1, metavar="N", help=with_default(text, 1))
-    text = "the model's hidden size; embeddings need it"
-    add("--hidden", type=integer(1, 1 << 20), metavar="N", help=with_default(text, "none"))
+    text = "the model's hidden size, for embeddings (default: the server's; one that doesn't say it needs the flag)"
+    add("--hidden", type=integer(1, 1 << 20), metavar="N", help=text)
     text = "type of the embeddings in the request"
     dtypes = ("bfloat16", "float16", "float32")
     add("--embeds-dtype", choices=dtypes, default="bfloat16", help=with_default(text, "bfloat16"))
@@ -71,7 +73,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     add("--images-per-request", type=integer(1, 16), default=1, metavar="N", help=with_default(text, 1))
     text = "their width and height"
     add("--image-side", type=integer(8, 8192), default=512, metavar="PIXELS", help=with_default(text, 512))
-    text = "of a mix, the share of requests that are embeddings"
+    text = "the share of embeddings: of a mix's requests, of an interleaved prompt's rows"
     add("--embeds-share", type=real(0.0, 1.0), default=0.5, metavar="SHARE", help=with_default(text, 0.5))
     text = (
         "JSON lines or a JSON array; each entry has prompt (text or ids), messages, or ShareGPT's conversations, and"

@@ -12,6 +12,7 @@ from typing import Any
 from server.bench.embeds_forms import MultipartEmbeds, StoredEmbeds
 from server.bench.flags import UsageError
 from server.bench.image_workload import RandomImages
+from server.bench.interleaved import Interleaved
 from server.bench.prompt_files import FileError, StoredPrompts, TraceEntry, TracePrompts, read_prompts, read_trace
 from server.bench.workloads import Common, Mixed, RandomEmbeds, RandomIds, RandomText, Workload
 
@@ -45,6 +46,9 @@ def build_source(flags: argparse.Namespace) -> Source:
     if flags.embeds_as == "stored" and flags.input_len <= RandomEmbeds.OWN_ROWS:
         raise UsageError(f"--embeds-as stored needs an --input-len above {RandomEmbeds.OWN_ROWS}")
 
+    if flags.workload == "interleaved" and flags.input_len < 3:
+        raise UsageError("--workload interleaved needs an --input-len of 3 or more: ids, embeddings, ids")
+
     def common(model: str) -> Common:
         return Common(model, flags.output_len, flags.temperature, flags.ignore_eos, extra)
 
@@ -63,12 +67,15 @@ def build_source(flags: argparse.Namespace) -> Source:
 
 _ONLY_FOR = {
     "prefix_len": ("ids", "mixed"),
-    "hidden": ("embeds", "mixed"),
+    "hidden": ("embeds", "mixed", "interleaved"),
     "prompts": ("jsonl",),
     "trace": ("trace",),
 }
 _FORMS = {"base64": RandomEmbeds, "multipart": MultipartEmbeds, "stored": StoredEmbeds}
-_NEEDED = {"embeds": ("hidden",), "mixed": ("hidden",), "jsonl": ("prompts",), "trace": ("trace",)}
+_NEEDED = {"jsonl": ("prompts",), "trace": ("trace",)}
+ROW_FLAGS = {"ids": ("vocab_size",), "trace": ("vocab_size",), "embeds": ("hidden",), "mixed": ("vocab_size", "hidden"),
+             "interleaved": ("vocab_size", "hidden")}  # fmt: skip
+"""Flags about the model's rows, by the workloads that need them. They have values before a workload is made."""
 
 
 def _trace(flags: argparse.Namespace, common: Common, entries: tuple[TraceEntry, ...]) -> Workload:
@@ -85,10 +92,21 @@ def _random(flags: argparse.Namespace, common: Common, seed: int) -> Workload:
     if flags.workload == "images":
         text = RandomText(common, flags.input_len, seed)
         return RandomImages(common, text, flags.images_per_request, flags.image_side, seed)
+    if flags.workload == "interleaved":
+        return _interleaved(flags, common, seed)
     embeds = _FORMS[flags.embeds_as](common, flags.input_len, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed)
     if flags.workload == "embeds":
         return embeds
     return Mixed((embeds, ids), (flags.embeds_share, 1 - flags.embeds_share), seed)
+
+
+def _interleaved(flags: argparse.Namespace, common: Common, seed: int) -> Workload:
+    """The embeddings stand in the middle, with an id at least on either side."""
+    rows = min(max(round(flags.input_len * flags.embeds_share), 1), flags.input_len - 2)
+    before = (flags.input_len - rows) // 2
+    after = flags.input_len - rows - before
+    return Interleaved(common, rows, flags.hidden, flags.embeds_dtype, flags.embeds_std, seed,
+                       ids_before=before, ids_after=after, vocab_size=flags.vocab_size)  # fmt: skip
 
 
 def _extra_body(text: str) -> dict[str, Any]:

@@ -68,17 +68,18 @@ export class EngineView {
     if (!this.config || !this.values) return;
     const { max_num_seqs: slots, num_blocks: blocks } = this.config;
     const running = this.values.num_requests_running ?? 0;
-    const used = Math.round((this.values.kv_cache_usage_perc ?? 0) * blocks);
+    const used = this.values.kv_cache_blocks_used ?? 0;
+    const cached = this.values.kv_cache_blocks_cached ?? 0;
     const style = getComputedStyle(document.documentElement);
-    const colours = { full: style.getPropertyValue("--teal"), empty: style.getPropertyValue("--line") };
-    for (const [name, what, count, inUse] of [
-      ["slots", "slots", slots, running],
-      ["blocks", "KV blocks", blocks, used],
+    const [full, warm, empty] = ["--teal", "--wood", "--line"].map((name) => style.getPropertyValue(name));
+    for (const [name, what, count, inUse, kept] of [
+      ["slots", "slots", slots, running, 0],
+      ["blocks", "KV blocks", blocks, used, cached],
     ]) {
-      const share = grid(byId(name), count, inUse, 5, colours);
-      const each = share > 1 ? `, ${share} a square` : "";
-      byId(`${name}-label`).textContent = `${format(inUse)} of ${format(count)}${each}`;
-      byId(name).setAttribute("aria-label", `${inUse} of ${count} ${what} in use`);
+      const share = grid(byId(name), count, [[inUse + kept, warm], [inUse, full]], 5, empty);
+      const more = (kept ? `, ${format(kept)} cached` : "") + (share > 1 ? `, ${share} a square` : "");
+      byId(`${name}-label`).textContent = `${format(inUse)} of ${format(count)}${more}`;
+      byId(name).setAttribute("aria-label", `${inUse} of ${count} ${what} in use${kept ? `, ${kept} cached` : ""}`);
     }
     line(byId("spark"), this.rates, style.getPropertyValue("--wood"));
   }
@@ -96,8 +97,9 @@ function parse(text) {
   return values;
 }
 
-/** How many are in use, not which: squares from the left. Returns for how many each square stands. */
-function grid(canvas, count, used, least, colours) {
+/** How many are in use, not which: squares from the left. `layers`: pairs of a number and its colour, each drawn over those
+ * before it. Returns for how many each square stands. */
+function grid(canvas, count, layers, least, empty) {
   const { context, width, height } = sized(canvas);
   const gap = 2;
   const fitting = Math.floor((width + gap) / (least + gap)) * Math.floor((height + gap) / (least + gap));
@@ -108,16 +110,18 @@ function grid(canvas, count, used, least, colours) {
   while (side < 16 && Math.floor((width + gap) / (side + 1 + gap)) * Math.floor((height + gap) / (side + 1 + gap)) >= squares) side++;
   const columns = Math.max(Math.floor((width + gap) / (side + gap)), 1);
   for (let i = 0; i < squares; i++) {
-    const level = Math.min(Math.max(used / share - i, 0), 1);
     const x = (i % columns) * (side + gap);
     const y = Math.floor(i / columns) * (side + gap);
-    context.fillStyle = colours.empty;
+    context.fillStyle = empty;
     context.fillRect(x, y, side, side);
-    if (level > 0) {
-      context.globalAlpha = 0.35 + 0.65 * level;
-      context.fillStyle = colours.full;
-      context.fillRect(x, y, side, side);
-      context.globalAlpha = 1;
+    for (const [number, colour] of layers) {
+      const level = Math.min(Math.max(number / share - i, 0), 1);
+      if (level > 0) {
+        context.globalAlpha = 0.35 + 0.65 * level;
+        context.fillStyle = colour;
+        context.fillRect(x, y, side, side);
+        context.globalAlpha = 1;
+      }
     }
   }
   return share;

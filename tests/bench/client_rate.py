@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from server.bench.jobs import Job
 from server.bench.summary import summarise
 from server.bench.workers import ClientProcesses
 from server.bench.workloads import Common, RandomIds
+from tests import leash
 from tests.server.harness import eventually, free_port
 
 
@@ -46,15 +45,14 @@ def main() -> None:
 @contextlib.contextmanager
 def stub(rate: float) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "tests.bench.stub_server", "--port", str(port), "--tokens-per-second", str(rate)]
-    process = subprocess.Popen(command)
+    process = leash.start("tests.bench.stub_server", "--port", str(port), "--tokens-per-second", str(rate))
     url = f"http://127.0.0.1:{port}"
     try:
         eventually(lambda: _answers(port))
         yield url
     finally:
         process.terminate()
-        process.wait()
+        leash.end(process)
 
 
 def _answers(port: int) -> bool:

@@ -11,8 +11,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ from runner.engine import Engine
 from runner.messages import Generate, SamplingParams
 from runner.packed_linear import PackedLinear
 from runner.sequence import Request
+from tests import leash
 from tests.server.harness import free_port
 
 PROMPT, VOCAB = 128, 40_000
@@ -65,8 +64,9 @@ def decode(path: Path, batches: list[int], tokens: int, rounds: int) -> None:
 
 
 def _engine(path: Path) -> Engine:
+    """All prompts are in at nearly the same time: nobody is shielded from them."""
     config = RunnerConfig(model=str(path), device="cpu", dtype="bfloat16", max_model_len=1024, max_num_seqs=32,
-                          enable_prefix_caching=False)  # fmt: skip
+                          chunked_prefill_size=512, enable_prefix_caching=False)  # fmt: skip
     return Engine.load(config, lambda worker, output: None)
 
 
@@ -135,7 +135,7 @@ def _microseconds(layers: Sequence[torch.nn.Module], x: torch.Tensor) -> int:
 def start(path: Path) -> None:
     """Seconds from start to ready, and MiB of memory of the server and its runner together, after one answer."""
     port, began = free_port(), time.perf_counter()
-    server = subprocess.Popen([sys.executable, "-m", "server.cli", "serve", str(path), "--port", str(port)])
+    server = leash.start("server.cli", "serve", str(path), "--port", str(port))
     try:
         while not _is_ready(port):
             time.sleep(0.05)
@@ -147,7 +147,7 @@ def start(path: Path) -> None:
         report(figure="start", seconds=round(ready, 1), pss_mib=round(sum(sizes)), each=[round(size) for size in sizes])
     finally:
         server.terminate()
-        server.wait(60)
+        leash.end(server)
 
 
 def _is_ready(port: int) -> bool:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,13 +21,15 @@ from safetensors.torch import save
 from transformers import AutoTokenizer
 
 from runner.default_model import default_model_path
+from tests import leash
 from tests.compat.setting import QUESTION, Setting
 from tests.models import build_tiny_model, hf_generate
-from tests.server.harness import ServerProcess
+from tests.server.harness import ROOT, ServerProcess
 from tests.server.scripted_runner import Script
 
 START_SECONDS = 300
 TEMPLATES = Path(__file__).parent / "templates"
+TOOLS_TEMPLATE = ROOT / "docs" / "smollm2_tools.jinja"
 
 
 @contextlib.contextmanager
@@ -38,13 +39,13 @@ def default_server(*arguments: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "server.cli", "serve", *arguments]
-    with subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"]) as process:
-        try:
-            wait_ready(base, process)
-            yield base
-        finally:
-            process.terminate()
+    process = leash.start("server.cli", "serve", *arguments, "--port", str(port), "--log-level", "warning")
+    try:
+        wait_ready(base, process)
+        yield base
+    finally:
+        process.terminate()
+        leash.end(process)
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ def two_servers() -> Iterator[Path]:
         template = (TEMPLATES / "scripted.jinja").read_text()
         script = Script(model=str(model), max_model_len=4096)
         with (
-            default_server("--chat-template", str(TEMPLATES / "tools.jinja")) as base,
+            default_server("--chat-template", str(TOOLS_TEMPLATE)) as base,
             ServerProcess(script, folder, chat_template=template) as scripted,
         ):
             scripted.wait_ready()

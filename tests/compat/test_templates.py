@@ -1,4 +1,5 @@
-"""The template that `make compat` puts in the place of the default model's says the same where there are no tools."""
+"""The template that docs/tools.md and `make compat` put in the place of the default model's says the same where there
+are no tools."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from server.tools.styles import tool_style_of
-from tests.compat.servers import TEMPLATES
+from tests.compat.servers import TEMPLATES, TOOLS_TEMPLATE
 
 USER, ANSWER = {"role": "user", "content": "Hello\nyou"}, {"role": "assistant", "content": "Yes?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -18,13 +19,13 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize("prompted", [False, True])
 def test_no_tools(default_model: Path, chat: list[dict[str, str]], prompted: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model)
-    template = (TEMPLATES / "tools.jinja").read_text()
+    template = TOOLS_TEMPLATE.read_text()
     options = {"tokenize": False, "add_generation_prompt": prompted}
     own = tokenizer.apply_chat_template(chat, **options)
     assert tokenizer.apply_chat_template(chat, chat_template=template, **options) == own
 
 
 def test_style() -> None:
-    for name in ("tools.jinja", "scripted.jinja"):
-        style = tool_style_of((TEMPLATES / name).read_text())
+    for path in (TOOLS_TEMPLATE, TEMPLATES / "scripted.jinja"):
+        style = tool_style_of(path.read_text())
         assert style is not None and style.name == "hermes"

@@ -160,6 +160,40 @@ def test_a_gpu_and_what_comes_with_it(on_gpu: dict[str, Any]) -> None:
     assert "OMP_NUM_THREADS" not in environment
 
 
+TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
+
+
+@pytest.mark.parametrize("clients", [False, True])
+def test_https(ask_helm: Render, render: Render, tmp_path: Path, clients: bool) -> None:
+    """With probes that need no certificate: a kubelet has none."""
+    values: dict[str, Any] = {"tls": {"existingSecret": "cert", "clientCertificates": clients}}
+    found = render(**values, serviceMonitor={"enabled": True, "tlsConfig": {"serverName": "x"}})
+    pod = pod_of(found)
+    (server,) = pod["containers"]
+    for name in TLS_FILES:
+        (tmp_path / name).touch()
+    arguments = [each.replace("/run/secrets/tls", str(tmp_path)) for each in server["args"]]
+    config = build_config(build_parser().parse_args(["serve", *arguments]))
+    files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    assert files == tuple(str(tmp_path / name) if clients or name != "ca.crt" else None for name in TLS_FILES)
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert ports == {"http": config.port, "probes": config.probe_port}
+    for kind in ("startup", "readiness", "liveness"):
+        probe = server[f"{kind}Probe"]["httpGet"]
+        assert (probe["port"], probe.get("scheme", "HTTP")) == ("probes", "HTTP")
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "tls"]
+    (mount,) = [each for each in server["volumeMounts"] if each["name"] == "tls"]
+    assert (volume["secret"]["secretName"], mount["mountPath"]) == ("cert", "/run/secrets/tls")
+    assert [port["name"] for port in found["Service"]["spec"]["ports"]] == ["http"], "probes are nobody else's"
+    (endpoint,) = found["ServiceMonitor"]["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"serverName": "x"})
+    # `helm test` asks as a client, and has no certificate.
+    assert ("Pod" in found) is not clients
+    if not clients:
+        assert found["Pod"]["spec"]["containers"][0]["command"][-1] == "https://demo-intarsia:8000"
+    assert ("--cert" in ask_helm(**values)["notes"]) is clients
+
+
 def test_limits_of_cpu_reach_torch(render: Render) -> None:
     (server,) = pod_of(render(resources={"limits": {"cpu": "2500m"}}))["containers"]
     (variable,) = server["env"]
@@ -214,6 +248,9 @@ def test_an_offline_pod_talks_to_nobody(on_gpu: dict[str, Any], render: Render) 
         ({"autoscaling": {"minReplicas": 0}}, "minReplicas"),
         ({"extraArgs": "--port 1"}, "extraArgs"),
         ({"shutdownTimeout": "30s"}, "shutdownTimeout"),
+        ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
+        ({"tls": {"existingSecret": "cert"}, "port": 8001}, "probes.port"),
+        ({"probes": {"port": 80}}, "port"),
     ],
 )
 def test_bad_values_are_refused(ask_helm: Render, values: dict[str, Any], name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from tests.docker.conftest import note
-from tests.docker.engine import Container, Engine
+from tests.docker.engine import ROOT, Container, Engine
 from tests.integration.real_server import as_safetensors
 from tests.server.harness import eventually
 
@@ -25,6 +27,7 @@ STRICT = (
     *("--read-only", "--tmpfs=/tmp", "--user", "54321:0", "--cap-drop", "ALL"),
     *("--security-opt", "no-new-privileges", "--pids-limit", "256"),
 )
+TLS_FLAGS, TLS_FILES = ("certfile", "keyfile", "ca-certs"), ("tls.crt", "tls.key", "ca.crt")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
@@ -53,6 +56,21 @@ def test_what_the_image_says_of_itself(engine: Engine, image: str) -> None:
     assert labels["org.opencontainers.image.title"] == "Intarsia"
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["org.opencontainers.image.revision"] == "test"
+
+
+def test_it_has_this_checkout_inside(engine: Engine, image: str) -> None:
+    """And not what some cache has kept of an older one."""
+    script = "cd $1 && find server runner -type f -not -name '*.pyc' -exec sha256sum {} +"
+    packages = "/opt/intarsia/lib/python3.11/site-packages"
+    inside = engine.output(image, "sh", "-c", script, "sh", packages).splitlines()
+    found = {name: digest for digest, name in (line.split(maxsplit=1) for line in inside)}
+    assert found == _digests("server") | _digests("runner")
+
+
+def _digests(package: str) -> dict[str, str]:
+    """Of the checkout's files, by path."""
+    files = [path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_its_user_is_known_and_is_not_root(engine: Engine, image: str) -> None:
@@ -105,6 +123,25 @@ def test_the_health_check_follows_the_server(container: Container) -> None:
         container.execute("sh", "-c", runner, "CONT")
     eventually(lambda: httpx.get(f"{container.base}/readyz").status_code == 200, 30)
     container.wait_health(True)
+
+
+def test_the_health_check_where_clients_need_a_certificate(engine: Engine, image: str, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    (tmp_path / "tls.crt").write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+    (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "ca.crt").write_bytes(authority.cert_pem.bytes())
+    for path in (tmp_path, *tmp_path.iterdir()):
+        path.chmod(0o755)
+    flags = [f"--ssl-{flag}=/tls/{file}" for flag, file in zip(TLS_FLAGS, TLS_FILES, strict=True)]
+    mount = ("--volume", f"{tmp_path}:/tls:ro")
+    # The port that is published is the probes'.
+    with Container(engine, image, (*STRICT, *mount), ["--port=9443", "--probe-port=9000", *flags]) as container:
+        container.wait_ready()
+        container.wait_health(True)
+        refused = container.execute("intarsia", "healthcheck", "--url", "https://127.0.0.1:9443", check=False)
+        assert refused.returncode == 1
+        assert "https://127.0.0.1:9443 does not answer" in refused.stdout
 
 
 def test_it_writes_nothing_that_stays(container: Container, engine: Engine) -> None:

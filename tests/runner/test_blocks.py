@@ -229,6 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
         free = len(self._free())
         assert self.pool.num_free == free
         assert self.pool.num_used == self.NUM_BLOCKS - 1 - free
+        assert self.pool.num_cached == sum(self.naive[block].content is not None for block in self._free())
 
 
 TestPoolMachine = pytest.mark.fuzz(pytest.mark.timeout(1800)(PoolMachine.TestCase))  # 1800 s: with --long

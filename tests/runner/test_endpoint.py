@@ -18,12 +18,15 @@ from runner.messages import (
     AbortAnswer,
     Aborted,
     Accepted,
+    Failed,
     FromRunner,
     Generate,
     GetRecord,
     GetTurns,
     Heartbeat,
     Hello,
+    Loading,
+    LookUp,
     PutRecord,
     Ready,
     Reply,
@@ -161,3 +164,32 @@ def test_records_are_every_workers(workers: tuple[Worker, Worker]) -> None:
     first.send(WorkerGone(1))
     assert first.ask(GetRecord(0, 3, 4, "b")) == ("", [large]), "it outlives the one that has put it"
     assert first.ask(GetRecord(0, 4, 4, "open")) == ("", [b"will"])
+
+
+def test_a_fault_in_the_receiving_thread_ends_the_runner(tmp_path: Path) -> None:
+    """It would take nothing in any more, and nobody would notice."""
+    script = (
+        "from runner.endpoint import Endpoint\n"
+        "from runner.__main__ import main\n"
+        "def look_up(self, message, frames):\n"
+        "    raise KeyError('secret')\n"
+        "Endpoint._look_up = look_up\n"
+        "main()\n"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, zmq.Context() as context:
+        config = RunnerConfig(address=f"ipc://{folder}/runner", device="cpu")
+        command = [sys.executable, "-c", script, config.to_json()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            worker = Worker(context, folder, 0)
+            worker.wait(lambda message: isinstance(message, Loading))
+            worker.send(LookUp(0, 1))
+            failed = worker.wait(lambda message: isinstance(message, Failed))
+            assert isinstance(failed, Failed)
+            assert failed.message == "its receiving thread died: KeyError"
+            assert process.wait(20) == 1
+            assert process.stderr is not None
+            said = process.stderr.read()
+            context.destroy(linger=0)
+    assert "the receiving thread died: KeyError" in said
+    assert "in look_up" in said  # where
+    assert "secret" not in said  # a prompt, for all we know

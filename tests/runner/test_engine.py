@@ -310,6 +310,8 @@ def test_stats_count(path: Path, prompt: Sample) -> None:
     harness.run()
     stats = harness.engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_used, stats.row_bytes) == (0, 0, 0, 0)
+    # Both have computed the same 32 rows (the last token's never is): four blocks, found under one name each.
+    assert stats.blocks_cached == 4
     assert stats.generated_tokens == 18
     assert (stats.prefix_queries, stats.prefix_hits) == (48, 16)
     assert stats.prompt_tokens == 24 + 8
@@ -342,6 +344,14 @@ def test_loading_says_how_far_it_is(path: Path) -> None:
     Engine.load(config, lambda worker, output: None, stages.append)
     assert len(stages) >= 2
     assert str(path) in stages[0]
+
+
+def test_readers_are_shielded_from_long_prompts_unless_the_operator_says_otherwise(path: Path) -> None:
+    """Their next tokens come after 64 rows of others' prompts on a CPU, not after the step's whole budget."""
+    for settings, expected in (({}, 64), ({"chunked_prefill_size": 100}, 100)):
+        engine = load(path, **settings)
+        assert engine.scheduler.budget == 512
+        assert engine.scheduler.chunked_prefill_size == expected
 
 
 def test_a_pool_too_small_for_one_request(path: Path) -> None:

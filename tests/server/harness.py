@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from tests import leash
 from tests.server.scripted_runner import Script
 
 T = TypeVar("T")
@@ -64,8 +65,9 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         with open(self.stderr_path, "wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *self.launcher, json.dumps(self._config)],
+            self.process = leash.start(
+                *self.launcher,
+                json.dumps(self._config),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -78,9 +80,7 @@ class ServerProcess:
     ) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        leash.end(self.process)
         for event in self.messages("start"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(event["pid"], signal.SIGKILL)

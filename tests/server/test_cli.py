@@ -126,6 +126,8 @@ def test_help_is_grouped_and_states_every_default(capsys: pytest.CaptureFixture[
         ("--cors-origin https://me@a.example", "is not what a browser sends"),
         ("--cors-origin https://a:99999", "no such port"),
         ("--ssl-certfile /nowhere", "cannot read /nowhere"),
+        ("--port 9000 --probe-port 9000", "--probe-port and --port are the same"),
+        ("--probe-port 0", "between 1 and 65535"),
         (f"--ssl-keyfile {__file__}", "--ssl-keyfile needs --ssl-certfile"),
         (f"--ssl-ca-certs {__file__}", "--ssl-ca-certs needs --ssl-certfile"),
         ("--chat-template /nowhere", "cannot read /nowhere"),

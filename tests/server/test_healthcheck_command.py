@@ -52,6 +52,7 @@ def probes() -> Iterator[str]:
         (["--host", "0.0.0.0", "--port", "9000"], "http://127.0.0.1:9000"),
         (["--host=0.0.0.0", "--port=8123", "/models/mine", "--port", "8124"], "http://127.0.0.1:8124"),
         (["--host", "10.1.2.3"], "http://10.1.2.3:8000"),
+        (["--host", "0.0.0.0", "--port", "0", "--probe-port", "8001"], "http://127.0.0.1:8001"),
         (["--host", "::", "/models/serve"], "http://[::1]:8000"),
     ],
 )
@@ -93,7 +94,7 @@ def test_https(tmp_path: Path) -> None:
         thread.start()
         assert main(["healthcheck", "--url", url]) == 0
         thread.join()
-    with pytest.raises(NoServer, match="--ssl-ca-certs"):
+    with pytest.raises(NoServer, match="give the server a --probe-port"):
         url_of([*INTARSIA, *flags, "--ssl-ca-certs", str(root)])
 
 

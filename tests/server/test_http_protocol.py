@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,9 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from server.config import ServerConfig
 from server.http_protocol import MAX_HEAD_BYTES, CycleWriter, LimitedHttpProtocol, Writes
+from server.http_server import HttpServer
 from server.listener import bind
-from server.metrics import Metrics
-from server.shared_cells import SharedCells
-from server.worker import Worker, WorkerSpec
 from tests.server.harness import ServerProcess, eventually
 
 
@@ -199,13 +195,13 @@ def test_a_connection_that_was_closed_keeps_nothing_from_others() -> None:
     asyncio.run(main())
 
 
-def test_idle_connections_outlive_those_of_proxies(tmp_path: Path) -> None:
+def test_idle_connections_outlive_those_of_proxies() -> None:
     """Proxies keep them for 60 s. Who closes first must be they: otherwise a request meets a closed connection."""
-    worker = Worker(WorkerSpec(ServerConfig(), str(tmp_path)), SharedCells(1, Metrics.CELLS))
-    try:
-        assert worker._http.config.timeout_keep_alive > 60
-    finally:
-        asyncio.run(worker.engine.close())
+    assert HttpServer(_never, silent_seconds=60.0)._uvicorn.config.timeout_keep_alive > 60
+
+
+async def _never(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that nobody asks."""
 
 
 def test_one_line_is_logged_for_a_request_and_no_content(server: ServerProcess) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
+import zmq
 
+from runner.messages import Rejected, encode
 from server.listener import bind
 from tests.server.conftest import StartServer
 from tests.server.harness import ServerProcess, eventually, free_port, is_alive
@@ -121,6 +125,7 @@ def test_a_second_signal_exits_at_once(start_server: StartServer) -> None:
     assert server.process.poll() is None
     server.signal(signal.SIGTERM)
     assert server.exit_status(2) != 0
+    assert server.stderr.splitlines()[-1].endswith("a second signal: leaving without waiting for what is still running")
     stream.close()
     eventually(lambda: not server.runner_is_alive(), 2)
     assert_nothing_is_left(server)
@@ -142,6 +147,36 @@ def test_the_runner_dies(start_server: StartServer, number: int) -> None:
         assert whole.result().json()["error"]["code"] == "engine_failed"
     assert server.exit_status() == 1
     assert server.status("/readyz") in (0, 503)
+    assert_nothing_is_left(server)
+
+
+def send_to_worker(server: ServerProcess, number: int, data: bytes) -> None:
+    """As if it came from the runner."""
+    (folder,) = server.leftovers()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{folder}/worker{number}")
+        socket.send(data)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (b"\xc1", "the runner sent a message that makes no sense (DecodeError)"),
+        (encode(Rejected(1, "queue_full", "secret", math.inf)), "unexpected builtins.OverflowError"),
+    ],
+    ids=["nonsense", "a fault of ours"],
+)
+def test_what_cannot_be_taken_in_ends_the_server(start_server: StartServer, message: bytes, said: str) -> None:
+    """Part of a step may be lost with it: nobody is to wait for that."""
+    server = start_server(SLOW).wait_ready()
+    stream = server.open_stream(LONG)
+    next(stream.events)
+    send_to_worker(server, 0, message)
+    events = stream.rest()
+    assert error_of(events[-2]) == "engine_failed"
+    assert server.exit_status() == 1
+    assert said in server.stderr
+    assert "secret" not in server.stderr
     assert_nothing_is_left(server)
 
 
@@ -180,6 +215,32 @@ def test_two_servers_on_one_port(start_server: StartServer) -> None:
     assert "Traceback" not in second.stderr
     assert second.messages("start") == []  # No runner was started for nothing.
     assert first.status("/livez") == 200
+    third = start_server(probe_port=first.port)
+    assert third.exit_status() == 1
+    assert f"cannot listen on 127.0.0.1:{first.port}: Address already in use" in third.stderr
+
+
+def test_probes_on_a_port_of_their_own(start_server: StartServer) -> None:
+    port = free_port()
+    server = start_server({"load_seconds": 1.0, "step_seconds": 0.01}, probe_port=port)
+
+    def status(path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    eventually(lambda: status("/livez") == 200)
+    assert status("/readyz") == 503
+    eventually(lambda: status("/readyz") == 200)
+    stream = server.open_stream(LONG)
+    next(stream.events)
+    server.signal(signal.SIGTERM)
+    eventually(lambda: status("/readyz") == 503)
+    assert status("/livez") == 200
+    assert stream.rest()[-1] == "[DONE]"
+    assert server.exit_status() == 0
+    assert_nothing_is_left(server)
 
 
 def test_bound_sockets_collide_before_anybody_accepts() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,9 +20,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from server.cli import main
+from server.healthcheck_command import url_of
 from server.tls import Certificate, CertificateFiles, UnusableCertificate
 from tests.server.conftest import StartServer
-from tests.server.harness import ServerProcess, eventually
+from tests.server.harness import ServerProcess, eventually, free_port
 
 BODY = {"model": "scripted", "prompt": [5, 6], "max_tokens": 20, "ignore_eos": True}
 
@@ -113,7 +117,8 @@ def test_clients_may_have_to_show_one_too(
     start_server: StartServer, authority: Authority, secure_client: httpx.Client, tmp_path: Path
 ) -> None:
     chain, key = authority.issue()
-    server = start_server(ssl_certfile=chain, ssl_keyfile=key, ssl_ca_certs=str(authority.trust))
+    files: dict[str, Any] = {"ssl_certfile": chain, "ssl_keyfile": key, "ssl_ca_certs": str(authority.trust)}
+    server = start_server(**files, probe_port=(probe_port := free_port()), api_workers=2)
     known, foreign = authority.context(), authority.context()
     known.load_cert_chain(*authority.issue("client"))
     (tmp_path / "foreign").mkdir()
@@ -126,6 +131,22 @@ def test_clients_may_have_to_show_one_too(
         for client in (secure_client, stranger):
             with pytest.raises(httpx.TransportError):
                 client.get("/livez")
+    # A kubelet has none to show, nor has a health check in the container.
+    flags = [each for name, value in files.items() for each in (f"--{name.replace('_', '-')}", value)]
+    url = url_of(["intarsia", "serve", "--port", str(server.port), "--probe-port", str(probe_port), *flags])
+    assert url == f"http://127.0.0.1:{probe_port}"
+    assert main(["healthcheck", "--url", url]) == 0
+    with httpx.Client(base_url=url) as probe:
+        for path in ("/livez", "/readyz", "/health", "/ping"):
+            assert probe.get(path).status_code == probe.head(path).status_code == 200
+        for path in ("/", "/metrics", "/v1/models", "/load", "/openapi.json", "/docs"):
+            assert probe.get(path).json()["error"]["code"] == "not_found"
+        assert probe.post("/v1/completions", json=BODY).status_code == 404
+        server.signal_runner(signal.SIGKILL)
+        eventually(lambda: server.process.poll() is not None)
+        with pytest.raises(httpx.TransportError):
+            probe.get("/livez")
+    assert "Traceback" not in server.stderr
 
 
 def test_a_certificate_that_cannot_be_used_ends_the_start(start_server: StartServer, authority: Authority) -> None:

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import StartServer
@@ -176,6 +178,21 @@ def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(st
     assert_over(server, pids)
 
 
+def test_a_worker_that_has_lost_the_runner_is_replaced(start_server: StartServer) -> None:
+    """It alone: the others, and the runner, are none the worse."""
+    server = start_server(api_workers=2).wait_ready()
+    (pid,) = children(server)
+    (folder,) = server.leftovers()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{folder}/worker1")
+        socket.send(b"no message")
+    eventually(lambda: not is_alive(pid))
+    eventually(lambda: "API worker 1 has died (exit status 1)" in server.stderr)
+    (other,) = eventually(lambda: children(server))
+    assert other != pid
+    assert server.complete(1).status_code == 200
+
+
 def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -> None:
     server = start_server({"load_seconds": 60}, api_workers=2)
     eventually(lambda: server.status("/livez") == 200)
@@ -187,13 +204,15 @@ def test_a_worker_that_cannot_start_ends_the_server(start_server: StartServer) -
 
 
 def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> None:
-    server = start_server(api_workers=2)
-    (pid,) = eventually(lambda: children(server) if server.messages("start") else [])
-    eventually(lambda: b"server.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    pids = [pid]
+    """And what these have started: their grammar processes."""
+    server = start_server(api_workers=2).wait_ready()
+    while set(workers_of(server)) != {0, 1}:
+        assert server.complete(1, guided_regex="a+").status_code == 200
+    pids = [each.pid for each in psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(pids) == 4  # the runner, the other worker, and a grammar process of each worker
     server.signal(signal.SIGKILL)
     server.exit_status()
-    eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 10)
+    eventually(lambda: not any(map(is_alive, pids)), 10)
 
 
 def test_no_thread_keeps_the_event_loop_waiting_for_long() -> None:

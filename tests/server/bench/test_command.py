@@ -60,9 +60,35 @@ def test_closed_loop(server: ServerProcess, capsys: pytest.CaptureFixture[str]) 
 
 def test_embeds_and_a_mix(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--hidden 64 --concurrency 2 --num-requests 8 --procs 1 --input-len 20 --output-len 4 --vocab-size 384"
-    for workload in ("embeds", "mixed"):
+    for workload in ("embeds", "mixed", "interleaved"):
         (point,) = bench(capsys, server, "--workload", workload, *load.split())
         assert (point["answered"], point["input_tokens"], point["output_tokens"]) == (8, 160, 32)
+
+
+def test_a_server_says_itself_how_its_rows_are_made(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Neither --hidden nor --vocab-size: what the results state is the model's, 64 and 384."""
+    output = tmp_path / "all.json"
+    load = ["--num-requests", "4", "--warmup", "0", "--procs", "1", "--input-len", "20", "--output-len", "2"]
+    for workload, rows in (("ids", (384, None)), ("embeds", (None, 64)), ("mixed", (384, 64))):
+        (point,) = bench(capsys, server, "--workload", workload, *load, "--output", str(output))
+        assert (point["answered"], point["failed"]) == (4, 0)
+        options = json.loads(output.read_text())["options"]
+        assert (options["vocab_size"], options["hidden"]) == rows
+    (point,) = bench(capsys, server, "--vocab-size", "9", *load, "--output", str(output))
+    assert json.loads(output.read_text())["options"]["vocab_size"] == 9
+
+
+def test_a_server_that_does_not_say_how_its_rows_are_made(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--url", f"{server.base}/nowhere", "--model", "m", "--warmup", "0", "--procs", "1", "--no-progress"]
+    assert main(["bench", "serve", *flags, "--workload", "embeds"]) == 2
+    assert "--workload embeds needs --hidden: the server doesn't say it" in capsys.readouterr().err
+    output = tmp_path / "all.json"
+    assert main(["bench", "serve", *flags, "--num-requests", "1", "--output", str(output)]) == 1
+    assert json.loads(output.read_text())["options"]["vocab_size"] == 32_000
 
 
 def test_embeds_in_other_forms(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +202,12 @@ def test_a_wrong_key(capsys: pytest.CaptureFixture[str], server: ServerProcess) 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--workload embeds", "needs --hidden"),
         ("--workload jsonl", "needs --prompts"),
         ("--workload trace", "needs --trace"),
-        ("--hidden 5", "--hidden is for --workload embeds or mixed"),
+        ("--hidden 5", "--hidden is for --workload embeds or mixed or interleaved"),
         ("--embeds-as stored", "--embeds-as is for --workload embeds or mixed"),
         ("--workload embeds --hidden 5 --embeds-as stored --input-len 3", "needs an --input-len above 3"),
+        ("--workload interleaved --input-len 2", "needs an --input-len of 3 or more"),
         ("--prompts x", "--prompts is for --workload jsonl"),
         ("--prefix-len 512", "less than --input-len"),
         ("--workload text --prefix-len 5", "--prefix-len is for"),

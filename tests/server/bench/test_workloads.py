@@ -18,6 +18,7 @@ import torch
 
 from server.bench.embeds_forms import MultipartEmbeds, StoredEmbeds
 from server.bench.image_workload import RandomImages
+from server.bench.interleaved import Interleaved
 from server.bench.workloads import (
     CHAT,
     COMPLETIONS,
@@ -76,6 +77,7 @@ def test_extra_members_win() -> None:
         RandomIds(COMMON, 20),
         RandomIds(COMMON, 20, prefix_len=10, num_prefixes=2),
         RandomEmbeds(COMMON, 8, 12),
+        Interleaved(COMMON, 8, 12, ids_before=2, ids_after=3),
         RandomText(COMMON, 20),
         Mixed((RandomIds(COMMON, 20), RandomEmbeds(COMMON, 8, 12)), (0.5, 0.5)),
     ],
@@ -113,6 +115,19 @@ def test_embeds_are_a_safetensors_file(rows: int, hidden: int, dtype: EmbedsDtyp
     assert tensor.isfinite().all()
     theirs = read_safetensors(memoryview(file), RowLimits(hidden, 64))
     assert (theirs.num_rows, theirs.dtype) == (rows, dtype)
+
+
+def test_interleaved_parts() -> None:
+    workload = Interleaved(COMMON, 5, 12, "float32", ids_before=2, ids_after=3, vocab_size=100)
+    sent = body(workload.prepare(0))
+    before, embeds, after = sent["prompt"]
+    assert [len(part["token_ids"]) for part in (before, after)] == [2, 3]
+    assert all(3 <= each < 100 for part in (before, after) for each in part["token_ids"])
+    (tensor,) = safetensors.torch.load(base64.b64decode(embeds["data"], validate=True)).values()
+    assert tensor.shape == (5, 12)
+    assert sent["max_tokens"] == 9
+    first = {tuple(body(workload.prepare(index))["prompt"][0]["token_ids"]) for index in range(4)}
+    assert len(first) == 4, "else a prefix cache would know them"
 
 
 def test_embeds_are_normally_distributed() -> None:
