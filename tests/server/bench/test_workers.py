@@ -160,6 +160,7 @@ def test_client_processes_follow_their_parent() -> None:
     def kill_when_busy(served: Served) -> tuple[list[int], str]:
         command = [sys.executable, "-m", "server.cli", "bench", "serve", "--model", "m", "--url"]
         command += [f"http://127.0.0.1:{served.port}", "--concurrency", "2", "--procs", "2", "--warmup", "0"]
+        command += ["--vocab-size", "100"]  # else the server is asked first
         parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         eventually(lambda: len(served.exchanges) == 2)
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
