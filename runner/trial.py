@@ -27,8 +27,8 @@ PREFILL_SECONDS = 0.03
 below 40 ms from token to token."""
 _CHUNK_STEP = 256
 CPU_CHUNK = 64
-"""On a CPU, where so many rows are work enough for the cores: all of a step's 512 make 3 % more tokens at most, and
-those who read wait six times as long (docs/load_testing.md)."""
+"""On a CPU, where so many rows are work enough for the cores: all of a step's 512 make 3 % more tokens at concurrency
+8 and 7 % at 32, and those who read wait six times as long (docs/load_testing.md)."""
 
 
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:

@@ -65,7 +65,7 @@ def _check_size(body: bytes | memoryview, limit: int | None) -> None:
     if limit is not None and len(body) > limit:
         raise BodyTooLarge(
             f"The request's JSON is larger than {limit} bytes, the limit of this server. Embeddings and images are not"
-            " counted where they stand in their places, without escapes."
+            " counted where they stand in their places, of 64 KiB and more each, without escapes."
         )
 
 

@@ -249,13 +249,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--requests-per-minute",
         type=_size(1),
         metavar="N",
-        help="prompts of one API key a minute (default: no bound)",
+        help="prompts, look-ups of input rows and uploads of one API key a minute (default: no bound)",
     )
     add(
         "--tokens-per-minute",
         type=_size(1),
         metavar="N",
-        help="rows of prompts and tokens of answers of one API key a minute (default: no bound)",
+        help="rows of prompts and of look-ups, and tokens of answers, of one API key a minute (default: no bound)",
     )
     add(
         "--queue-timeout",
@@ -382,7 +382,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "fa3", "sdpa", "triton"),
         default="auto",
         help=_with_default(
-            "auto: triton on CUDA, with FlashAttention 3 (fa3) where it is installed; sdpa on the CPU", "auto"
+            "auto: sdpa on the CPU, triton on CUDA; prompts by FlashAttention 3 (fa3) where that is installed, on Hopper"
+            " GPUs in bfloat16 or float16",
+            "auto",
         ),
     )
     add(

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run it (default: auto)")
     text = "float32 is compared exactly, the others up to near ties of the reference's logits (default: float32)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=text)
-    text = "the attention implementation to check (default: auto, triton on CUDA and sdpa on the CPU)"
+    text = "the attention implementation to check (default: auto, chosen as `serve` does)"
     add("--attention-backend", choices=("auto", "fa3", "sdpa", "triton"), default="auto", help=text)
     add("--block-size", type=int, default=16, metavar="N", help="rows per KV block (default: 16)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model (default: off)")

@@ -48,7 +48,7 @@ async def create_response(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request) -> Response:
-    """A response that has ended, as long as it is kept."""
+    """A response, as long as it is kept; one in the background also while it is being made."""
     for name in ("stream", "starting_after"):
         if request.query_params.get(name) not in (None, "", "false"):
             raise UnsupportedParameter(f"{name} is not supported: only whole responses can be retrieved.", param=name)
