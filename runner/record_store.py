@@ -72,7 +72,9 @@ class _Owned:
         self.size -= self.entries.pop(record_id).record.size
 
     def drop_oldest(self) -> None:
-        self.pop(next(iter(self.entries)))
+        """Of those that are finished, while there are any: who has begun a response finds it when it ends."""
+        finished = (record_id for record_id, entry in self.entries.items() if not entry.record.will)
+        self.pop(next(finished, None) or next(iter(self.entries)))
 
     def expire(self, before: float) -> None:
         while self.entries:

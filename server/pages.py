@@ -94,7 +94,11 @@ class _Freeing:
 
     def _run(self) -> None:
         while True:
-            self._waiting.get().give_back()
+            pages = self._waiting.get()
+            try:
+                pages.give_back()
+            except (OSError, ValueError):  # a system that does not let them go in pieces
+                pages.close()
 
 
 _freeing = _Freeing()

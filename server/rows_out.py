@@ -86,7 +86,8 @@ def check_size(num_rows: int, row_bytes: int, *, param: str, advice: str) -> int
 
 
 class RowBudget:
-    """What the answers of this process hold of rows, or may come to hold."""
+    """What the answers of this process hold, or may come to hold: rows on their way out, and of responses what is kept
+    of their input."""
 
     def __init__(self, capacity: int = MAX_TOTAL_ROW_BYTES) -> None:
         self._capacity = capacity
@@ -98,7 +99,7 @@ class RowBudget:
         if not nbytes or context is None:
             return
         if self.used and self.used + nbytes > self._capacity:
-            raise QueueFull("Too many rows are on their way out of the server.")
+            raise QueueFull("Too many rows or conversations are held for answers that have not ended.")
         self.used += nbytes
         context.on_end.append(lambda: self._give_back(nbytes))
 

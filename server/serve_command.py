@@ -382,8 +382,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "fa3", "sdpa", "triton"),
         default="auto",
         help=_with_default(
-            "auto: sdpa on the CPU, triton on CUDA; prompts by FlashAttention 3 (fa3) where that is installed, on Hopper"
-            " GPUs in bfloat16 or float16",
+            "auto: sdpa on the CPU, triton on CUDA; prompts by FlashAttention 3 (fa3) where that is installed, on"
+            " Hopper GPUs in bfloat16 or float16",
             "auto",
         ),
     )

@@ -43,18 +43,16 @@ class Turns:
             raise
 
     def leave(self) -> None:
-        if not self._waiting:
-            self._free += 1
-            return
-        key, queue = next(iter(self._waiting.items()))
-        del self._waiting[key]
-        future = queue.popleft()
-        if queue:
-            self._waiting[key] = queue  # the others' turn
-        if future.done():  # cancelled, and about to notice
-            self.leave()
-        else:
-            future.set_result(None)
+        while self._waiting:
+            key, queue = next(iter(self._waiting.items()))
+            del self._waiting[key]
+            future = queue.popleft()
+            if queue:
+                self._waiting[key] = queue  # the others' turn
+            if not future.done():  # else cancelled, and about to notice: of thousands, when their client dies
+                future.set_result(None)
+                return
+        self._free += 1
 
     def _give_up(self, key: Hashable, future: asyncio.Future[None]) -> None:
         queue = self._waiting.get(key, deque())

@@ -116,6 +116,8 @@ async def _in_background(
 
 async def _open(request: ResponseRequest, turns: Sequence[Turn], keeper: _Keeper, services: Services) -> ResponseAnswer:
     """Accepted by the engine. Raises APIError."""
+    # Held until the response ends, longer than the body is.
+    services.rows_out.reserve(keeper.nbytes)
     turns = [*await _before(request.previous_response_id, services), *turns]
     chat_request, constraint = _as_chat(request, turns, services)
     del turns
@@ -151,6 +153,11 @@ class _Keeper:
         self._store = store
         self._turns = turns
         self._previous = previous
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds meanwhile."""
+        return len(self._turns)
 
     @classmethod
     def of(cls, request: ResponseRequest, turns: Sequence[Turn], services: Services) -> _Keeper:

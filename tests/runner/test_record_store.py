@@ -108,6 +108,17 @@ def test_who_takes_most_loses() -> None:
         assert len(store) == 4
 
 
+def test_those_that_are_still_made_stay_while_there_are_others() -> None:
+    store = RecordStore(max_records=3)
+    made = Record(b"", b"[]", will=b"will", worker=0)
+    for name, each in (("old", made), ("a", record()), ("new", made), ("b", record())):
+        store.put(0, name, each)
+    assert [has(store, 0, name) for name in ("old", "a", "new", "b")] == [True, False, True, True]
+    for name in "cd":
+        store.put(0, name, made)
+    assert [has(store, 0, name) for name in ("old", "new", "b", "c", "d")] == [False, True, False, True, True]
+
+
 def test_one_that_is_too_large_is_not_kept() -> None:
     store = RecordStore(max_record_bytes=102)
     store.put(0, "a", record(100))

@@ -18,6 +18,7 @@ from server.questions import Questions
 from server.reasoning.styles import REASONING_STYLES
 from server.responses.items import MAX_PARTS
 from server.responses.store import ResponseStore
+from server.rows_out import RowBudget
 from tests.models import EOS_ID, VOCAB_SIZE
 from tests.server.fakes import Api, FakeEngine, Line, RecordsHarness, ids_of, tokenizer
 from tests.server.response_events import ROUTE, check_response, events_of, given_services, put_together, respond
@@ -383,6 +384,17 @@ def test_a_full_queue() -> None:
     client = Api(given_services(FakeEngine(say("x"), refuse=[QueueFull("full")])))
     response = client.post(ROUTE, {"input": "x", "stream": True})
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+def test_the_input_that_responses_hold_until_they_end_is_bounded() -> None:
+    given = given_services(FakeEngine(say("x")), rows_out=RowBudget(1000))
+    client, asked = Api(given), {"input": "x" * 600, "background": True}
+    given.rows_out.used = 500  # others'
+    refused = client.post(ROUTE, asked)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert given.rows_out.used == 500
+    given.rows_out.used = 0
+    assert client.post(ROUTE, asked).status_code == 200
 
 
 def content(part: Any) -> dict[str, Any]:

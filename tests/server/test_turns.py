@@ -99,3 +99,20 @@ def test_no_turn_is_lost_to_those_who_give_up() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_thousands_that_are_cancelled_at_once_cost_no_turn() -> None:
+    """As when the client that sent them dies, just before somebody leaves."""
+
+    async def main() -> None:
+        turns = await busy(1)
+        waiting = [asyncio.create_task(turns.enter("many")) for _ in range(3000)]
+        await settle()
+        for task in waiting:
+            task.cancel()
+        turns.leave()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert turns._free == 1
+        assert not turns._waiting
+
+    asyncio.run(main())

@@ -255,7 +255,8 @@ def test_every_flag_states_its_default() -> None:
 def test_an_interrupted_run_keeps_what_it_has(server: ServerProcess, tmp_path: Path) -> None:
     output = tmp_path / "all.json"
     command = [sys.executable, "-m", "server.cli", "bench", "serve", "--url", server.base, "--sweep", "1,2"]
-    command += ["--num-requests", "16", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
+    # Enough of them that the second point isn't over before the signal is there.
+    command += ["--num-requests", "300", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
     command += ["--output", str(output)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
