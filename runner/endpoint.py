@@ -283,8 +283,8 @@ class Endpoint:
         if self._engine is None:
             return
         if isinstance(message, PutRows):
-            # Its rows are tokens once a prompt has them. Without keys everybody is one client.
-            refusal = self._admission.charge(max(message.owner, 0), 0, self._engine)
+            # Its rows are tokens once a prompt has them.
+            refusal = self._admission.charge(message.owner, 0, self._engine)
             if refusal is not None:
                 problem = StoreAnswer(message.request, (), False, "rate_limit", refusal.message, refusal.retry_after)
                 return self._send(message.worker, problem)

@@ -219,62 +219,56 @@ class WorkerGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     worker: int
 
 
-# The store of embeddings. `owner` is a number that stands for an API key: one owner's do not exist for another. Each of
-# these is answered by one `StoreAnswer`, whatever the engine is doing; `request` counts them, apart from `Generate`'s.
-
-
-class PutRows(msgspec.Struct, frozen=True, array_like=True, tag="put_rows"):
-    """Keep these rows. Followed by raw frames (see the module's docstring)."""
+class _OfOwner(msgspec.Struct, frozen=True, array_like=True):
+    """A question about what one API key has: one owner's things do not exist for another. It is answered once, whatever
+    the engine is doing."""
 
     worker: int
     request: int
+    """Counts the worker's questions, apart from `Generate.request`."""
     owner: int
+    """As `Generate.client`."""
+
+
+# The store of embeddings. Answered by `StoreAnswer`.
+
+
+class PutRows(_OfOwner, frozen=True, array_like=True, tag="put_rows"):
+    """Keep these rows. Followed by raw frames (see the module's docstring)."""
+
     sha256: str
     """Hex, of the rows' bytes in the model's dtype."""
 
 
-class FindRows(msgspec.Struct, frozen=True, array_like=True, tag="find_rows"):
+class FindRows(_OfOwner, frozen=True, array_like=True, tag="find_rows"):
     """What is known of these; those that are not there are missing in the answer. Counts as a use of them."""
 
-    worker: int
-    request: int
-    owner: int
     ids: tuple[str, ...]
 
 
-class ListRows(msgspec.Struct, frozen=True, array_like=True, tag="list_rows"):
+class ListRows(_OfOwner, frozen=True, array_like=True, tag="list_rows"):
     """One page: at most `limit`, those behind `after` (empty: from the first on)."""
 
-    worker: int
-    request: int
-    owner: int
     after: str
     limit: int
     newest_first: bool = True
 
 
-class DeleteRows(msgspec.Struct, frozen=True, array_like=True, tag="delete_rows"):
+class DeleteRows(_OfOwner, frozen=True, array_like=True, tag="delete_rows"):
     """Requests that use them go on; nobody else finds them any more."""
 
-    worker: int
-    request: int
-    owner: int
     id: str
 
 
 # Records: what workers keep here so that all of them find it (responses that can be asked for again). To the runner
-# they are bytes with an id. `owner`: as `Generate.client`. Each of these is answered by one `Reply`, whatever the
-# engine is doing.
+# they are bytes with an id. Answered by `Reply`.
 
 
-class PutRecord(msgspec.Struct, frozen=True, array_like=True, tag="put_record"):
+class PutRecord(_OfOwner, frozen=True, array_like=True, tag="put_record"):
     """Keep this record, in the place of one with the same id. Followed by two raw frames: its body, and its turns, what
     it adds to a conversation (those before it are `previous`'s, and so on); and by a third one where it is still being
     made: what its body becomes if the worker dies first. `too_large`: it is not kept."""
 
-    worker: int
-    request: int
-    owner: int
     id: str
     previous: str = ""
     """Another record's id."""
@@ -282,30 +276,21 @@ class PutRecord(msgspec.Struct, frozen=True, array_like=True, tag="put_record"):
     """Only in the place of one that is there, else `not_found`: one that was deleted meanwhile stays so."""
 
 
-class GetRecord(msgspec.Struct, frozen=True, array_like=True, tag="get_record"):
+class GetRecord(_OfOwner, frozen=True, array_like=True, tag="get_record"):
     """Counts as a use of it. The reply is followed by one frame, the body."""
 
-    worker: int
-    request: int
-    owner: int
     id: str
 
 
-class GetTurns(msgspec.Struct, frozen=True, array_like=True, tag="get_turns"):
+class GetTurns(_OfOwner, frozen=True, array_like=True, tag="get_turns"):
     """The turns of a record and of all before it: so many frames, the first one's first. `not_found` unless all of them
     are there, `too_large` where they have more than `max_bytes` together."""
 
-    worker: int
-    request: int
-    owner: int
     id: str
     max_bytes: int
 
 
-class DeleteRecord(msgspec.Struct, frozen=True, array_like=True, tag="delete_record"):
-    worker: int
-    request: int
-    owner: int
+class DeleteRecord(_OfOwner, frozen=True, array_like=True, tag="delete_record"):
     id: str
 
 

@@ -253,7 +253,7 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
-    services.rows_out.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
+    services.answer_memory.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
     _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):

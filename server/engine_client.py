@@ -59,7 +59,7 @@ from server.generation import ChoiceEvent, GenerationStream, Inbox
 from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
-from server.questions import Questions
+from server.questions import Questions, Replied
 from server.request_context import current_client, current_request
 from server.responses.store import ResponseStore
 from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
@@ -108,8 +108,9 @@ class EngineClient:
         self.runner_address = f"ipc://{folder / 'runner'}"
         self._address = f"ipc://{folder / f'worker{worker}'}"
         self._worker = worker
-        self.stored = StoredEmbeddings(worker, self._send, self._check_running, max_unaccepted_bytes)
-        self._questions = Questions(self._send, self._check_running)
+        self._questions: Questions[Replied] = Questions(self._send, self._check_running)
+        self._store_questions: Questions[StoreAnswer] = Questions(self._send, self._check_running)
+        self.stored = StoredEmbeddings(worker, self._store_questions, max_unaccepted_bytes)
         self.responses = ResponseStore(worker, self._questions)
         self._requests: dict[int, Inbox] = {}
         self._look_ups = LookUps()
@@ -262,9 +263,9 @@ class EngineClient:
         for inbox in list(self._requests.values()):
             inbox.fail(EngineFailed(message))
             self.forget(inbox)
-        self.stored.fail(EngineFailed(message))
         self._look_ups.fail(EngineFailed(message))
         self._questions.fail(EngineFailed(message))
+        self._store_questions.fail(EngineFailed(message))
         self._ready.set()
         self._failed.set()
 
@@ -357,9 +358,9 @@ class EngineClient:
         elif isinstance(message, StoreAnswer):
             if message.problem == "rate_limit":
                 self.metrics.count_rejected(message.problem)
-            self.stored.on_answer(message)
+            self._store_questions.on_answer(message.request, message)
         elif isinstance(message, Reply):
-            self._questions.on_reply(message, self._rest())
+            self._questions.on_answer(message.request, (message, self._rest()))
         elif isinstance(message, Aborted):
             inbox = self._requests.get(message.request)
             if inbox is not None:

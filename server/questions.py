@@ -1,22 +1,23 @@
-"""What one API process asks the runner and the runner answers at once with a `Reply`: to end an answer, and for the
-records that all API processes share. Kept by the engine client, on the event loop."""
+"""What one API process asks the runner and the runner answers at once: to end an answer, for the records that all API
+processes share, for stored embeddings. Kept by the engine client, on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from runner.messages import AbortAnswer, Reply, ToRecords, encode
+from runner.messages import AbortAnswer, Reply, ToRecords, ToStore, encode
 from server.errors import APIError, QueueFull, Unavailable
 
 _ANSWER_SECONDS = 60.0
 """The runner answers at once, but behind what was sent before: gigabytes of rows, at worst."""
 
-Question = AbortAnswer | ToRecords
-Answer = tuple[Reply, Sequence[memoryview]]
-"""And the frames behind it."""
+Question = AbortAnswer | ToRecords | ToStore
+Answer = TypeVar("Answer")
+Replied = tuple[Reply, Sequence[memoryview]]
+"""A `Reply` and the frames behind it."""
 
 
 class Send(Protocol):
@@ -24,8 +25,8 @@ class Send(Protocol):
         """Never waits. False where the message was not taken."""
 
 
-class Questions:
-    """`check`: raises APIError while there is no runner."""
+class Questions(Generic[Answer]):
+    """Of one kind of answer. `check`: raises APIError while there is no runner."""
 
     def __init__(self, send: Send, check: Callable[[], None]) -> None:
         self._send = send
@@ -49,10 +50,11 @@ class Questions:
         finally:
             del self._waiting[number]
 
-    def on_reply(self, reply: Reply, frames: Sequence[memoryview]) -> None:
-        future = self._waiting.get(reply.request)
+    def on_answer(self, number: int, answer: Answer) -> None:
+        """To the question of this number, if anybody still waits for it."""
+        future = self._waiting.get(number)
         if future is not None and not future.done():
-            future.set_result((reply, frames))
+            future.set_result(answer)
 
     def fail(self, error: APIError) -> None:
         """The runner is gone."""

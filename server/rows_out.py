@@ -2,7 +2,7 @@
 (`hidden_states`) and for the model's own input rows (`token_embeddings`).
 
 An answer may hold a hundred megabytes of them. So they are never a Python list of numbers, are encoded in a thread, and
-are counted: `check_size` against what one answer may hold, `RowBudget` against what all answers of a process may.
+are counted: `check_size` against what one answer may hold, `answer_memory` against what all answers of a process may.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any
 import msgspec
 import pybase64
 
-from server.errors import InvalidRequest, QueueFull
-from server.request_context import current_request
+from server.errors import InvalidRequest
 
 MAX_ROW_BYTES = 128 << 20
 """Of one answer, before base64."""
-MAX_TOTAL_ROW_BYTES = 1 << 30
-"""Of all answers that a process has under way."""
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _BASE64_BLOCK = 3 << 18
@@ -83,25 +80,3 @@ def check_size(num_rows: int, row_bytes: int, *, param: str, advice: str) -> int
             param=param,
         )
     return nbytes
-
-
-class RowBudget:
-    """What the answers of this process hold, or may come to hold: rows on their way out, and of responses what is kept
-    of their input."""
-
-    def __init__(self, capacity: int = MAX_TOTAL_ROW_BYTES) -> None:
-        self._capacity = capacity
-        self.used = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Until the HTTP request that is being answered is over. Raises QueueFull."""
-        context = current_request.get()
-        if not nbytes or context is None:
-            return
-        if self.used and self.used + nbytes > self._capacity:
-            raise QueueFull("Too many rows or conversations are held for answers that have not ended.")
-        self.used += nbytes
-        context.on_end.append(lambda: self._give_back(nbytes))
-
-    def _give_back(self, nbytes: int) -> None:
-        self.used -= nbytes

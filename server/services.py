@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from runner.messages import ModelInfo
+from server.answer_memory import AnswerMemory
 from server.background_tasks import BackgroundTasks
 from server.batch import Engine
 from server.chat_template import ChatTemplate
@@ -22,7 +23,6 @@ from server.image_template import ImageTemplate, processor_template
 from server.pooling import Dimensions, Pooling, load_pooling
 from server.reasoning.styles import ReasoningStyle, load_reasoning_style
 from server.responses.store import ResponseStore
-from server.rows_out import RowBudget
 from server.sampling import GenerationDefaults
 from server.soft_prompts import SoftPromptError, SoftPrompts
 from server.stored_embeddings import StoredEmbeddings
@@ -57,7 +57,7 @@ class Services:
     """Of /v1/embeddings."""
     dimensions: Dimensions = field(default_factory=Dimensions)
     """To which lengths embeddings may be cut."""
-    rows_out: RowBudget = field(default_factory=RowBudget)
+    answer_memory: AnswerMemory = field(default_factory=AnswerMemory)
     vision: Vision | None = None
     """None: the model takes no images."""
     image_template: ImageTemplate | None = None

@@ -60,7 +60,7 @@ async def _look_up(body: Mapping[str, Any], services: Services, *, raw: bool) ->
     name = services.model_name(request.model)
     token_ids = await _token_ids(request, services)
     nbytes = check_size(len(token_ids), _row_bytes(services), param="input", advice="Send it in parts.")
-    services.rows_out.reserve(nbytes)
+    services.answer_memory.reserve(nbytes)
     parts = await services.engine.token_rows(token_ids)
     rows = RowsOut("rows", parts, len(token_ids), services.model.hidden_size, services.model.dtype)
     if raw:

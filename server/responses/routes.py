@@ -117,7 +117,7 @@ async def _in_background(
 async def _open(request: ResponseRequest, turns: Sequence[Turn], keeper: _Keeper, services: Services) -> ResponseAnswer:
     """Accepted by the engine. Raises APIError."""
     # Held until the response ends, longer than the body is.
-    services.rows_out.reserve(keeper.nbytes)
+    services.answer_memory.reserve(keeper.nbytes)
     turns = [*await _before(request.previous_response_id, services), *turns]
     chat_request, constraint = _as_chat(request, turns, services)
     del turns

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from runner.messages import MAX_RECORD_BYTES, DeleteRecord, GetRecord, GetTurns, PutRecord, StoreProblem
 from server.errors import InvalidRequest
-from server.questions import Questions
+from server.questions import Questions, Replied
 from server.request_context import current_client
 
 MAX_RESPONSE_BYTES = MAX_RECORD_BYTES
@@ -23,7 +23,7 @@ class ResponseStore:
     """`worker`: by which number the runner knows this process. Everything here raises QueueFull (429), Unavailable and
     EngineFailed (503)."""
 
-    def __init__(self, worker: int, questions: Questions) -> None:
+    def __init__(self, worker: int, questions: Questions[Replied]) -> None:
         self._worker = worker
         self._questions = questions
 

@@ -27,6 +27,7 @@ from runner.messages import (
     PutRows,
     SamplingParams,
     Started,
+    StoreAnswer,
     TokenLogprobs,
     ToRecords,
     ToStore,
@@ -52,7 +53,7 @@ from server.generation import GenerationStream, Inbox
 from server.grammars import Grammars
 from server.metrics import Metrics
 from server.prompt import PromptRows
-from server.questions import Questions
+from server.questions import Questions, Replied
 from server.responses import routes as responses
 from server.responses.store import ResponseStore
 from server.sampling import GenerationDefaults
@@ -247,7 +248,8 @@ class StoreHarness:
 
     def __init__(self, max_bytes: int = 1 << 20, **options: Any) -> None:
         self.store = EmbeddingStore(max_bytes, options.pop("max_owner_bytes", max_bytes), 3600.0, **options)
-        self.stored = StoredEmbeddings(0, self._send, lambda: None, 1 << 30)
+        self._questions: Questions[StoreAnswer] = Questions(self._send, lambda: None)
+        self.stored = StoredEmbeddings(0, self._questions, 1 << 30)
         self.puts: list[PutRows] = []
 
     def _send(self, *frames: bytes | memoryview) -> bool:
@@ -257,7 +259,7 @@ class StoreHarness:
             self.puts.append(message)
         rows = [memoryview(bytes(frame)) for frame in frames[1:]]
         found = answer(self.store, message, rows, HIDDEN_SIZE * 4)
-        asyncio.get_running_loop().call_soon(self.stored.on_answer, found)
+        asyncio.get_running_loop().call_soon(self._questions.on_answer, found.request, found)
         return True
 
 
@@ -266,14 +268,15 @@ class RecordsHarness:
 
     def __init__(self, **options: Any) -> None:
         self.store = RecordStore(**options)
-        self.questions = Questions(self._send, lambda: None)
-        self.responses = ResponseStore(0, self.questions)
+        self._questions: Questions[Replied] = Questions(self._send, lambda: None)
+        self.responses = ResponseStore(0, self._questions)
 
     def _send(self, *frames: bytes | memoryview) -> bool:
         message = decode_to_runner(frames[0])
         assert isinstance(message, ToRecords)
         reply, found = answer_about_records(self.store, message, [memoryview(bytes(frame)) for frame in frames[1:]])
-        asyncio.get_running_loop().call_soon(self.questions.on_reply, reply, [memoryview(each) for each in found])
+        frames_behind = [memoryview(each) for each in found]
+        asyncio.get_running_loop().call_soon(self._questions.on_answer, reply.request, (reply, frames_behind))
         return True
 
 

@@ -14,9 +14,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from safetensors.numpy import load
 
+from server.answer_memory import AnswerMemory
 from server.errors import QueueFull
 from server.request_context import RequestContext, current_request
-from server.rows_out import MAX_ROW_BYTES, RowBudget
+from server.rows_out import MAX_ROW_BYTES
 from tests.models import EOS_ID, HIDDEN_SIZE
 from tests.server.fakes import MODEL, Api, FakeEngine, Line, api, ids_of, say, services
 
@@ -189,7 +190,7 @@ def test_more_than_an_answer_holds(path: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_answers_together_are_bounded() -> None:
-    budget = RowBudget(100)
+    budget = AnswerMemory(100)
 
     async def request(nbytes: int) -> RequestContext:
         context = RequestContext("req")

@@ -128,3 +128,18 @@ def test_it_takes_nothing_before_it_is_written_to() -> None:
     pages = Pages(1 << 30)
     assert resident() < before + 8 * MIB
     pages.close()
+
+
+def test_where_pages_do_not_go_in_pieces_they_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread that gives them back goes on."""
+
+    def refuse(*args: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(Pages, "madvise", refuse)
+    before = resident()
+    for _ in range(3):
+        pages = Pages(48 * MIB)
+        pages[:] = b"x" * len(pages)
+        del pages
+        eventually(lambda: resident() < before + 8 * MIB)

@@ -13,8 +13,9 @@ import pytest
 import safetensors.numpy
 from openai.pagination import SyncConversationCursorPage
 
-from runner.messages import Span
+from runner.messages import Span, StoreAnswer
 from server.embeddings import decode_embedding
+from server.questions import Questions
 from server.request_context import RequestContext, current_request
 from server.stored_embeddings import StoredEmbeddings
 from tests.models import HIDDEN_SIZE
@@ -218,14 +219,13 @@ def test_a_server_that_stores_nothing() -> None:
 
 
 def test_a_runner_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.stored_embeddings._ANSWER_SECONDS", 0.05)
-    silent = StoredEmbeddings(0, lambda *frames: True, lambda: None, 1 << 20)
-    full = StoredEmbeddings(0, lambda *frames: False, lambda: None, 1 << 20)
-    for given, status in ((silent, 503), (full, 429)):
-        api = Api(services(FakeEngine(say("")), stored=given))
+    monkeypatch.setattr("server.questions._ANSWER_SECONDS", 0.05)
+    for takes, status in ((True, 503), (False, 429)):
+        questions: Questions[StoreAnswer] = Questions(lambda *frames, takes=takes: takes, lambda: None)
+        api = Api(services(FakeEngine(say("")), stored=StoredEmbeddings(0, questions, 1 << 20)))
         assert api.get(ROUTE).status_code == status
         assert api.post(ROUTE, content=payload(1), headers=RAW).status_code == status
-        assert given._waiting == {}
+        assert questions._waiting == {}
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.answer_memory import AnswerMemory
 from server.chat_template import ChatTemplate
 from server.conversation import MAX_MESSAGES
 from server.errors import QueueFull
 from server.grammars import Grammars
-from server.questions import Questions
+from server.questions import Questions, Replied
 from server.reasoning.styles import REASONING_STYLES
 from server.responses.items import MAX_PARTS
 from server.responses.store import ResponseStore
-from server.rows_out import RowBudget
 from tests.models import EOS_ID, VOCAB_SIZE
 from tests.server.fakes import Api, FakeEngine, Line, RecordsHarness, ids_of, tokenizer
 from tests.server.response_events import ROUTE, check_response, events_of, given_services, put_together, respond
@@ -334,7 +334,7 @@ def test_a_response_that_becomes_too_large_to_be_kept_says_so(stream: bool) -> N
 
 
 def test_a_runner_that_keeps_nothing_does_not_spoil_the_answer() -> None:
-    full = Questions(lambda *_: False, lambda: None)
+    full: Questions[Replied] = Questions(lambda *_: False, lambda: None)
     client = Api(given_services(FakeEngine(say("Good day.")), responses=ResponseStore(0, full)))
     response = check_response(client.post(ROUTE, {"input": "x"}).json())
     assert (response["status"], response["store"]) == ("completed", False)
@@ -387,13 +387,13 @@ def test_a_full_queue() -> None:
 
 
 def test_the_input_that_responses_hold_until_they_end_is_bounded() -> None:
-    given = given_services(FakeEngine(say("x")), rows_out=RowBudget(1000))
+    given = given_services(FakeEngine(say("x")), answer_memory=AnswerMemory(1000))
     client, asked = Api(given), {"input": "x" * 600, "background": True}
-    given.rows_out.used = 500  # others'
+    given.answer_memory.used = 500  # others'
     refused = client.post(ROUTE, asked)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert given.rows_out.used == 500
-    given.rows_out.used = 0
+    assert given.answer_memory.used == 500
+    given.answer_memory.used = 0
     assert client.post(ROUTE, asked).status_code == 200
 
 
