@@ -22,6 +22,7 @@ CASES = {
     "chunks": Case(CHUNKS),
     "mixed": Case(MIXED),
     "padded": Case(MIXED, padding=17),
+    "one row of padding": Case(MIXED, padding=1),
     "decodes in a mixed step": Case(DECODES, padding=9),
     "groups of 7": Case(MIXED, heads=14, kv_heads=2, window=9),
     "window of one": Case(MIXED, window=1),
@@ -59,6 +60,7 @@ def documented(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor, cu_seq
     assert len(cu_seqlens_q) == len(seqused_q) + 1 == len(page_table) + 1
     for entry, (start, rows, keys) in enumerate(zip(cu_seqlens_q, seqused_q, seqused_k, strict=False)):
         assert 0 <= rows <= max_seqlen_q and start + rows <= len(query)
+        assert rows or not keys  # nothing to be scheduled for
         here = slice(int(start), int(start + rows))
         k, v = (cache[page_table[entry].long()].flatten(0, 1)[: int(keys)] for cache in (key, value))
         group = query.shape[1] // key.shape[2]
@@ -140,3 +142,21 @@ def test_where_its_wheel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make_backend(RunnerConfig("model"), model)).__name__ == "TritonAttention"
     with pytest.raises(BadConfiguration, match=r"intarsia\[fa3\]"):
         make_backend(RunnerConfig("model", attention_backend="fa3"), model)
+
+
+def test_the_work_is_shared_out_once_a_step_and_kind_of_layer() -> None:
+    asked: list[int] = []
+
+    def share_out(**kwargs: Any) -> Tensor:
+        asked.append(kwargs["window_size_left"])
+        return SCHEDULE
+
+    operators: Any = SimpleNamespace(fwd=documented, get_scheduler_metadata=share_out)
+    backend, case = FlashAttention3(operators), Case(CHUNKS)
+    query, batch, _ = make_batch(case)
+    for window in (None, 20, None, 20):
+        backend._attend_prompts(
+            query, batch.key_caches[0], batch.value_caches[0], batch, torch.empty_like(query),
+            **case.options() | {"window": window},
+        )  # fmt: skip
+    assert asked == [-1, 19]
