@@ -12,6 +12,9 @@ the step's own are written as zeros.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,12 @@ from runner.attention.backend import AttentionBatch
 from runner.attention.triton_decode import LONG_SPLIT, attend_decodes, decode_tiles
 from runner.attention.triton_prefill import attend_prompts, prefill_tiles
 from runner.attention.triton_tiles import Tiles
+
+
+@functools.cache
+def _beside(device: torch.device) -> Any:
+    """A stream beside the current one, which has to wait for whatever it is given."""
+    return torch.get_device_module(device).Stream()
 
 
 class TritonAttention:
@@ -36,11 +45,27 @@ class TritonAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         common = (query, key_cache, value_cache, batch, out, scale, window, softcap)
         pure = batch.num_decodes == batch.num_entries
-        if not pure:
+        if pure:
+            self._attend_decodes(*common, pure)
+        elif not batch.num_decodes:
             self._attend_prompts(*common)
-        if pure or batch.num_decodes:
-            attend_decodes(*common, self._decode_tiles or decode_tiles(query), pure)
+        else:
+            # Decodes wait for memory and prompts for the tensor cores: side by side they take less than in turn.
+            streams, beside = torch.get_device_module(query.device), _beside(query.device)
+            beside.wait_stream(streams.current_stream())
+            self._attend_decodes(*common, pure)
+            with streams.stream(beside):
+                self._attend_prompts(*common)
+            streams.current_stream().wait_stream(beside)
         return out
+
+    def _attend_decodes(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, out: Tensor,
+                        scale: float, window: int | None, softcap: float | None, pure: bool) -> None:  # fmt: skip
+        tiles = self._decode_tiles
+        if tiles is None:
+            entries = len(query) if pure else batch.num_decodes
+            tiles = decode_tiles(query, key_cache.shape[2], entries)
+        attend_decodes(query, key_cache, value_cache, batch, out, scale, window, softcap, tiles, pure)
 
     def _attend_prompts(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, out: Tensor,
                         scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.attention.backend import AttentionBatch
-from runner.attention.triton_tiles import Tiles, attend_tiles, power_of_2, precision
+from runner.attention.triton_tiles import Tiles, attend_tiles, first_blocks, power_of_2, precision
 from runner.kernels._triton import dependent_launch, tl, triton
 
 
@@ -98,6 +98,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         full_from = tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N
         total, row_max, row_sum = attend_tiles(
             total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+            first_blocks(table, tile_from, tl.minimum(full_from, visible_to), visible_from, PAGE, BLOCK_N),
             tile_from, tl.minimum(full_from, visible_to), visible_from, visible_to,
             scale, window, softcap,
             True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
@@ -105,11 +106,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         full_to = tl.maximum(full_from, full_to)
     total, row_max, row_sum = attend_tiles(
         total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+        first_blocks(table, full_from, full_to, visible_from, PAGE, BLOCK_N),
         full_from, full_to, visible_from, visible_to, scale, window, softcap,
         False, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     total, row_max, row_sum = attend_tiles(
         total, row_max, row_sum, q, position, last, keys, values, block_stride, row_stride, table,
+        first_blocks(table, full_to, visible_to, visible_from, PAGE, BLOCK_N),
         full_to, visible_to, visible_from, visible_to, scale, window, softcap,
         True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip

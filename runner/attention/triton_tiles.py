@@ -36,25 +36,32 @@ def precision(query: Tensor) -> str:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def first_blocks(  # type: ignore[no-untyped-def]
+    table, tile_from, tile_to, visible_from, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The blocks of a first tile's rows, [N]; 0 for rows that aren't read."""
+    row = tile_from + tl.arange(0, BLOCK_N)
+    return tl.load(table + row // PAGE, mask=(row >= visible_from) & (row < tile_to), other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def attend_tiles(  # type: ignore[no-untyped-def]
     total, row_max, row_sum, query, position, last,
-    keys, values, block_stride, row_stride, table,
+    keys, values, block_stride, row_stride, table, next_block,
     tile_from, tile_to, visible_from, visible_to, scale, window, softcap,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the KV rows [tile_from, tile_to) of one sequence and one KV head.
 
-    total [M, D], row_max [M], row_sum [M]: the running state, fp32, maxima in base-2 units. MASKED: each score is
-    checked against its row's position and the last one that the row sees (`last`); rows of the cache outside
-    [visible_from, visible_to) are then not read at all, since what lies there may be anything (a NaN would survive a
-    weight of zero).
+    total [M, D], row_max [M], row_sum [M]: the running state, fp32, maxima in base-2 units. next_block:
+    `first_blocks` of the first tile. MASKED: each score is checked against its row's position and the last one that the
+    row sees (`last`); rows of the cache outside [visible_from, visible_to) are then not read at all, since what lies
+    there may be anything (a NaN would survive a weight of zero).
     """
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
     # Blocks are looked up one tile ahead: an address that waits for a load would cost the pipeline a stage.
-    ahead = tile_from + lane
-    next_block = tl.load(table + ahead // PAGE, mask=(ahead >= visible_from) & (ahead < tile_to), other=0)
     for tile in range(tile_from, tile_to, BLOCK_N):
         seen = tile + lane
         block = next_block

@@ -62,5 +62,5 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, out: Ten
     _norm_kernel[(num_rows,)](
         x, x.stride(-2), x.stride(0) if parts else 0, residual, residual.stride(0), weight, total, out, float(eps),
         PARTS=parts, ADD=add, UNIT_OFFSET=unit_offset, HIDDEN=hidden, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16), **dependent_launch(x),
+        num_warps=min(max(block // 256, 1), 16), **dependent_launch(x),
     )  # fmt: skip

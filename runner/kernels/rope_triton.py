@@ -124,7 +124,7 @@ def rope_and_write_triton(query: Tensor, key: Tensor, value: Tensor, table: Rope
         return out
     rotary = table.cos.shape[1]
     # Heads a program: few where there are few rows to share out, many where each has enough to do (measured).
-    block_h, num_warps = (4, 2) if num_rows < _MANY_ROWS else (16, 4)
+    block_h, num_warps = (8, 4) if num_rows < _MANY_ROWS else (16, 4)
     programs = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
     _rope_kernel[(num_rows, programs)](
         query, *query.stride()[-3:-1], key, *key.stride()[-3:-1], value, *value.stride()[-3:-1],

@@ -4,6 +4,8 @@ inputs or some of them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,16 @@ from runner.kernels.activation import Activation
 from runner.kernels.activation_triton import activated
 from runner.kernels.split_k import BLOCK_K
 
-_PROGRAMS = 256
-"""About as many as an H200 runs at once."""
+_ROWS = 64
+"""Rows of a tile, most of them padding for a small step: from 64 on the tensor cores take both factors from shared
+memory, and that is faster than multiplying less by the older instruction."""
+_PROGRAMS = 132
+"""One on each of an H200's multiprocessors, as measured: two have to share what goes round."""
 _MAX_PARTS = 8
 _LEAST_TILES = 4
 """Of BLOCK_K inputs that a program has: fewer would be all beginning and no middle."""
+_LARGE = 8 << 20
+"""Weights from which on wider tiles are faster."""
 
 
 @triton.jit
@@ -35,18 +42,25 @@ def _split_k_kernel(  # type: ignore[no-untyped-def]
     up_rows = weight + (n + num_outputs).to(tl.int64) * K
     m = tl.arange(0, BLOCK_M)
     rows = (m < num_rows)[:, None]
-    k = tl.arange(0, BLOCK_K)
+    k = first + tl.arange(0, BLOCK_K)
+    # Weights wait for nobody: the first tile comes while the kernel in front finishes.
+    early = tl.load(gate_rows[None, :] + k[:, None], mask=here[None, :], other=0.0)
+    if GATED:
+        early_up = tl.load(up_rows[None, :] + k[:, None], mask=here[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    values = tl.load(x + m[:, None] * K + k[None, :], mask=rows, other=0.0)
+    acc = tl.dot(values, early)
     up = acc
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        tile = tl.load(gate_rows[None, :] + (start + k)[:, None], mask=here[None, :], other=0.0)
-        values = tl.load(x + m[:, None] * K + (start + k)[None, :], mask=rows, other=0.0)
+    if GATED:
+        up = tl.dot(values, early_up)
+    for offset in tl.range(BLOCK_K, last - first, BLOCK_K, num_stages=STAGES):
+        tile = tl.load(gate_rows[None, :] + (offset + k)[:, None], mask=here[None, :], other=0.0)
+        values = tl.load(x + m[:, None] * K + (offset + k)[None, :], mask=rows, other=0.0)
         acc = tl.dot(values, tile, acc)
         if GATED:
-            tile = tl.load(up_rows[None, :] + (start + k)[:, None], mask=here[None, :], other=0.0)
+            tile = tl.load(up_rows[None, :] + (offset + k)[:, None], mask=here[None, :], other=0.0)
             up = tl.dot(values, tile, up)
     if HAS_BIAS:
         once = here & (part == 0)
@@ -64,23 +78,32 @@ def _split_k_kernel(  # type: ignore[no-untyped-def]
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int,
             activation: Activation | None) -> None:  # fmt: skip
     num_rows, k = x.shape
-    num_outputs, block_n = out.shape[-1], 64 if activation is None else 32
+    num_outputs, gated = out.shape[-1], activation is not None
     part = triton.cdiv(k, BLOCK_K * parts) * BLOCK_K
+    block_n = _block_n(weight)
+    block_k, stages = (64, 6) if gated else (128, 4 if block_n == 32 else 5)  # 96 or 160 KiB of shared memory
     _split_k_kernel[(triton.cdiv(num_outputs, block_n), parts)](
         x, weight, x if bias is None else bias, out, num_rows, num_outputs,
-        K=k, PART=part, GATED=activation is not None, SILU=activation == "silu", HAS_BIAS=bias is not None,
-        BLOCK_M=max(triton.next_power_of_2(num_rows), 16), BLOCK_N=block_n, BLOCK_K=BLOCK_K,
-        STAGES=5, num_warps=4, **dependent_launch(x),
+        K=k, PART=part, GATED=gated, SILU=activation == "silu", HAS_BIAS=bias is not None,
+        BLOCK_M=max(triton.next_power_of_2(num_rows), _ROWS), BLOCK_N=block_n,
+        BLOCK_K=math.gcd(block_k, part, k % part), STAGES=stages, num_warps=4, **dependent_launch(x),
     )  # fmt: skip
+
+
+def _block_n(weight: Tensor) -> int:
+    return 32 if weight.numel() <= _LARGE else 64
 
 
 def split_k_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     num_outputs, k = weight.shape
-    parts, tiles = 1, triton.cdiv(num_outputs, 64)
+    parts, tiles = 1, triton.cdiv(num_outputs, _block_n(weight))
     while parts < _MAX_PARTS and 2 * parts * tiles <= _PROGRAMS and k >= 2 * parts * _LEAST_TILES * BLOCK_K:
         parts *= 2
     parts = triton.cdiv(k, triton.cdiv(k, BLOCK_K * parts) * BLOCK_K)  # none is empty
-    out = torch.empty(parts, len(x), num_outputs, dtype=torch.float32, device=x.device)
+    if parts == 1:
+        out = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
+    else:
+        out = torch.empty(parts, len(x), num_outputs, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, out, parts, None)
     return out
 

@@ -7,6 +7,7 @@ Runs where Triton is installed and doesn't interpret; on a CUDA device the other
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,16 @@ def test_the_fused_pieces_of_models_compile(dtype: torch.dtype, compiled: list[A
     assert_fit(compiled, len(test_rope.CASES))
 
 
+@pytest.mark.parametrize("large", [0, 8 << 20], ids=["wide tiles", "narrow tiles"])
+def test_projections_compile(large: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_k_triton, "_LARGE", large)
+    for case in test_split_k.CASES[3:5]:
+        args = test_split_k.make_args(replace(case, inputs=16 * case.inputs), torch.bfloat16)
+        split_k_linear_triton(*args)
+        gated_linear_triton(*args, "silu")
+    assert_fit(compiled, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_sampler_compiles(dtype: torch.dtype, compiled: list[Any]) -> None:
     for vocab in (700, 50_000):
@@ -198,7 +209,7 @@ def test_kernels_that_start_early_wait_first(compiled: list[Any], monkeypatch: p
         before, waits, behind = code.partition("griddepcontrol.wait")
         assert waits and kernel.metadata.launch_pdl
         assert "griddepcontrol.launch_dependents" in behind
-        forbidden = ["st.global", "atom.", "red.", "ret;", "bra", "launch_dependents"]
+        forbidden = ["st.global", "atom.", " red.", "\tred.", "ret;", "bra", "launch_dependents"]
         if kernel not in reads_early and kernel.metadata.name != "_decode_kernel":
             forbidden += ["ld.global", "cp.async"]
         assert not [each for each in forbidden if each in before.partition(".entry")[2]], kernel.metadata.name
