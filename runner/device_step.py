@@ -127,6 +127,11 @@ class DeviceStep:
         """Rows that steps with prompts are padded to, ascending."""
         return [] if self._graphs is None else self._graphs.mixed_sizes
 
+    def cheapest_prompt_rows(self) -> int | None:
+        """Prompt rows that cost least each, beside decodes; None where steps aren't captured. To be asked after
+        `capture`, before the first step: what is replayed finds nothing scheduled."""
+        return None if self._graphs is None else self._graphs.cheapest_prompt_rows()
+
     def capture(self, progress: Callable[[str], None] = lambda stage: None) -> None:
         """On CUDA: captures the step's graphs. Nothing may be running; no slot is touched (the record is empty)."""
         self.upload.zero_()

@@ -39,6 +39,7 @@ from runner.messages import (
     VisionInfo,
 )
 from runner.model import Model, max_positions, read_model_config
+from runner.prompt_pace import PromptPace
 from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
 from runner.sequence import Key, Request, Sequence
@@ -137,6 +138,10 @@ class Engine:
         if captured:
             engine.device.capture(progress)
             engine.scheduler.padded_sizes = engine.device.padded_sizes
+            if config.chunked_prefill_size is None:
+                engine.scheduler.pace = PromptPace(largest.chunk, engine.device.cheapest_prompt_rows())
+        pace = engine.scheduler.pace
+        log.info("prompt rows of a step in which others decode: %d to %d", pace.least, pace.most)
         if device.type == "cuda":
             _log_memory(device, weights, num_blocks * bytes_per_block(model.kv_shapes, config.block_size, model.dtype))
         return engine

@@ -21,6 +21,7 @@ from runner.blocks import BlockPool
 from runner.fair_queue import FairQueue
 from runner.hidden import NO_POSITION
 from runner.messages import EMBEDDING_ID, FinishReason
+from runner.prompt_pace import PromptPace
 from runner.sequence import Key, Request, Sequence
 from runner.step import Admission, HiddenRun, PromptScore, Step
 
@@ -96,14 +97,14 @@ class Scheduler:
     def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, max_model_len: int,
                  max_num_batched_tokens: int, max_admitted_rows: int,
                  chunked_prefill_size: int | None = None, num_clients: int = 1) -> None:  # fmt: skip
-        """`chunked_prefill_size`: prompt rows of a step in which others decode, at most; None: no bound of its own."""
+        """`chunked_prefill_size`: prompt rows of a step in which others decode; None: no bound of their own."""
         if max_num_batched_tokens < num_slots:
             raise ValueError(
                 "every sequence decodes in every step: max_num_batched_tokens is too small for max_num_seqs"
             )
         self.block_size = block_size
         self.budget = max_num_batched_tokens
-        self.chunked_prefill_size = chunked_prefill_size or max_num_batched_tokens
+        self.pace = PromptPace(chunked_prefill_size or max_num_batched_tokens)
         self.padded_sizes: list[int] = []
         """Rows that a step with prompts is padded to, ascending (`runner.step_graphs`); empty where none is."""
         self.max_admitted_rows = max_admitted_rows
@@ -198,6 +199,8 @@ class Scheduler:
         slots = np.concatenate([decodes, singles, [slot for slot, _ in chunks]]).astype(np.int32)
         if not len(slots):
             return None
+        if len(decodes):
+            self.pace.took(len(singles) + sum(rows for _, rows in chunks))
         num_decodes = len(decodes) + len(singles)
         counts = np.ones(len(slots), np.int32)
         counts[num_decodes:] = [rows for _, rows in chunks]
@@ -205,14 +208,16 @@ class Scheduler:
 
     def _prompt_budget(self, num_decodes: int, prefills: NDArray[np.intp]) -> int:
         """Prompt rows that the next step may have: such that little of it is padding."""
-        budget = self.budget - num_decodes
+        lacking = self.table.length[prefills] - self.table.computed[prefills]
+        most = budget = self.budget - num_decodes
         if num_decodes:
-            budget = min(budget, self.chunked_prefill_size)
+            most = min(budget, self.pace.most)
+            budget = min(budget, self.pace.rows(self._first_prompt(prefills, lacking)))
         if not self.padded_sizes:
             return budget
-        wanted = int((self.table.length[prefills] - self.table.computed[prefills]).sum())
+        wanted = int(lacking.sum())
         for sequence, _ in zip(self.waiting, self.table.free, strict=False):
-            if wanted >= budget:
+            if wanted > budget:
                 break
             wanted += len(sequence.token_ids)
         rows = num_decodes + min(wanted, budget)
@@ -220,11 +225,20 @@ class Scheduler:
         if index in (0, len(self.padded_sizes)) or self.padded_sizes[index] == rows:
             return budget
         below, padded = self.padded_sizes[index - 1 : index + 1]
+        if wanted > budget and padded - rows <= rows - below and padded - num_decodes <= most:
+            return padded - num_decodes
         # Where more is waiting anyway, the next step takes what this one leaves; else it is worth a step of its own
         # only if that saves much.
         cut = wanted > budget or padded - rows > max(rows // 8, _SMALL_PADDING)
         # But never so much that prompts hardly get on.
         return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
+
+    def _first_prompt(self, prefills: NDArray[np.intp], lacking: NDArray[np.int32]) -> int:
+        """Rows that the prompt whose turn it is still lacks; 0 if there is none."""
+        if len(prefills):
+            return int(lacking[self.table.admission[prefills].argmin()])
+        sequence = self.waiting.first() if self.waiting and self.table.free else None
+        return 0 if sequence is None else len(sequence.token_ids)
 
     def _take_chunk(self, chunks: list[tuple[int, int]], slot: int, budget: int, spare: int) -> int:
         """`spare`: how much more than `budget` the step's first chunk may take, if a span must not be split."""

@@ -26,7 +26,10 @@ _MIXED_ENTRIES = (32, 96)
 """Entries of a mixed step that aren't there cost their share of a launch in every layer."""
 _MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048,
                3072, 4096, 5120, 6144, 7168, 8192)  # fmt: skip
+_BESIDE = 32
+"""Decodes beside which prompt rows are timed."""
 _SAMPLING_ASKS = (Asks(), Asks(filters=True))
+_REPLAYS = 4
 _MANY_ROWS = 2048
 """Beyond these, entries that aren't there no longer count."""
 
@@ -107,6 +110,18 @@ class StepGraphs:
             return None
         return graph
 
+    def cheapest_prompt_rows(self) -> int | None:
+        """Prompt rows beside _BESIDE decodes that take the least time each, as the graphs take it when nothing is
+        scheduled: all but attention. None where too little is captured to tell."""
+        decode = self.forward(StepSize(_BESIDE, _BESIDE, _BESIDE, 1))
+        sizes = [StepSize(rows, _BESIDE + 1, _BESIDE, 1) for rows in self.mixed_sizes if rows >= 2 * _BESIDE]
+        mixed = {size.rows - _BESIDE: graph for size in sizes if (graph := self.forward(size)) is not None}
+        if decode is None or not mixed:
+            return None
+        alone = _milliseconds(decode)
+        costs = {rows: (_milliseconds(graph) - alone) / rows for rows, graph in mixed.items()}
+        return min(costs, key=lambda rows: costs[rows])
+
     def forward(self, size: StepSize) -> torch.cuda.CUDAGraph | None:
         """The graph that serves a step's forward, if there is one."""
         seq_len = _fitting(self._seq_lens, size.max_seq_len)
@@ -118,6 +133,20 @@ class StepGraphs:
 
     def sampling(self, entries: int, asks: Asks) -> torch.cuda.CUDAGraph | None:
         return self._sampling.get((_fitting(self._sizes, entries), asks))
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """The least of a few replays."""
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
 
 
 def _fitting(sizes: list[int], at_least: int) -> int:

@@ -351,7 +351,7 @@ def test_readers_are_shielded_from_long_prompts_unless_the_operator_says_otherwi
     for settings, expected in (({}, 64), ({"chunked_prefill_size": 100}, 100)):
         engine = load(path, **settings)
         assert engine.scheduler.budget == 512
-        assert engine.scheduler.chunked_prefill_size == expected
+        assert engine.scheduler.pace.least == engine.scheduler.pace.most == expected
 
 
 def test_a_pool_too_small_for_one_request(path: Path) -> None:
