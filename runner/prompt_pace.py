@@ -14,6 +14,8 @@ _AHEAD = 1.5
 closed and open loops with an 8B model's step times, 2 made waves of prompts last, and 1 left bursts waiting."""
 _SHARES = 8
 """Steps that one long prompt is spread over at most, as long as `most` allows it."""
+_BACKLOG = 128
+"""The same of all that waits: a burst needn't wait until the pace has risen to it."""
 
 
 class PromptPace:
@@ -24,9 +26,10 @@ class PromptPace:
         self.least = most if least is None else min(least, most)
         self._of_late = 0.0
 
-    def rows(self, first: int) -> int:
-        """The bound of the next step. `first`: rows that the first prompt still lacks."""
-        return min(max(self.least, int(_AHEAD * self._of_late), first // _SHARES), self.most)
+    def rows(self, first: int, waiting: int) -> int:
+        """The bound of the next step. `first`: rows that the first prompt still lacks. `waiting`: those of all."""
+        wanted = max(int(_AHEAD * self._of_late), first // _SHARES, waiting // _BACKLOG)
+        return min(max(self.least, wanted), self.most)
 
     def took(self, rows: int) -> None:
         """Says how many a step got in which others decode."""

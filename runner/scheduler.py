@@ -212,7 +212,8 @@ class Scheduler:
         most = budget = self.budget - num_decodes
         if num_decodes:
             most = min(budget, self.pace.most)
-            budget = min(budget, self.pace.rows(self._first_prompt(prefills, lacking)))
+            first = self._first_prompt(prefills, lacking)
+            budget = min(budget, self.pace.rows(first, int(lacking.sum()) + self.waiting.rows))
         if not self.padded_sizes:
             return budget
         wanted = int(lacking.sum())

@@ -408,7 +408,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--chunked-prefill-size",
         type=_size(1),
         metavar="ROWS",
-        help="of these, prompt rows while others decode (default: what a GPU computes in 30 ms; 64 on a CPU)",
+        help="of these, prompt rows while others decode (default: as they come, up to 30 ms on a GPU; 64 on a CPU)",
     )
     add(
         "--scheduling-policy",

@@ -119,3 +119,10 @@ def test_sampling_is_the_same_as_on_the_cpu(tiny_model: Callable[[Family], Path]
         return [harness.tokens(number) for number in numbers]
 
     assert run("cuda") == run("cpu")
+
+
+def test_prompts_beside_decodes_are_paced_by_what_the_graphs_take(tiny_model: Callable[[Family], Path]) -> None:
+    scheduler = gpu_harness(tiny_model("llama"), max_num_batched_tokens=512).engine.scheduler
+    assert scheduler.pace.least + 32 in scheduler.padded_sizes and scheduler.pace.least <= scheduler.pace.most
+    fixed = gpu_harness(tiny_model("llama"), chunked_prefill_size=100).engine.scheduler.pace
+    assert fixed.least == fixed.most == 100

@@ -11,7 +11,7 @@ def taken(pace: PromptPace, waiting: float, coming: float, steps: int) -> list[i
     takes = []
     for _ in range(steps):
         waiting += coming
-        takes.append(min(int(waiting), pace.rows(512)))
+        takes.append(min(int(waiting), pace.rows(512, int(waiting))))
         waiting -= takes[-1]
         pace.took(takes[-1])
     return takes
@@ -28,26 +28,27 @@ def test_the_pace_rises_until_it_keeps_up_and_falls_again() -> None:
     takes = taken(pace, 0, 1000, 1000)
     assert takes[0] == 224 and takes == sorted(takes[:300]) + takes[300:] and max(takes) == 1280
     assert sum(takes) > 1000 * 1000 - 2 * 1280
-    assert taken(pace, 0, 0, 200)[-1] == 0 and pace.rows(512) == 224
+    assert taken(pace, 0, 0, 200)[-1] == 0 and pace.rows(512, 0) == 224
 
 
-def test_a_burst_that_outruns_the_pace_is_caught_up_with() -> None:
-    pace = PromptPace(1280, 224)
-    takes = taken(pace, 100_000, 0, 400)
-    assert sum(takes) == 100_000 and max(takes) == 1280
+def test_a_burst_is_taken_at_full_pace_at_once() -> None:
+    takes = taken(PromptPace(1280, 224), 200_000, 0, 400)
+    assert takes[0] == 1280 and sum(takes) == 200_000
+    takes = taken(PromptPace(1280, 224), 16_384, 0, 400)
+    assert takes[0] == 224 and max(takes) < 400 and sum(takes) == 16_384
 
 
 def test_a_long_prompt_is_not_spread_over_more_steps_than_eight() -> None:
     pace = PromptPace(1280, 224)
-    assert [pace.rows(first) for first in (1, 1792, 4096, 8192, 100_000)] == [224, 224, 512, 1024, 1280]
+    assert [pace.rows(first, first) for first in (1, 1792, 4096, 8192, 100_000)] == [224, 224, 512, 1024, 1280]
 
 
 def test_a_given_size_stays() -> None:
     pace = PromptPace(512)
     for waiting in (0, 10_000):
         taken(pace, waiting, 300, 100)
-        assert pace.rows(8192) == pace.rows(1) == 512
-    assert PromptPace(100, 224).rows(1) == 100
+        assert pace.rows(8192, waiting) == pace.rows(1, 0) == 512
+    assert PromptPace(100, 224).rows(1, 0) == 100
 
 
 def test_only_steps_in_which_others_decode_are_bounded_and_counted() -> None:
@@ -56,7 +57,7 @@ def test_only_steps_in_which_others_decode_are_bounded_and_counted() -> None:
     engine.add(make_request(0, prompt(20), 12))
     assert entries_of(engine) == [(0, 20)]
     engine.retire()
-    assert pace.rows(0) == 3
+    assert pace.rows(0, 0) == 3
     engine.add(make_request(1, prompt(10, 1)))
     engine.add(make_request(2, prompt(7, 2)))
     chunks = []
@@ -64,7 +65,7 @@ def test_only_steps_in_which_others_decode_are_bounded_and_counted() -> None:
         chunks.append(sum(rows for request, rows in entries_of(engine) if request))
         engine.retire()
     assert chunks == [3, 3, 3, 4]  # as everywhere, the last row of a prompt counts as a decode
-    assert pace.rows(24) == 3 and pace.rows(160) == 20  # the first prompt's length counts
+    assert pace.rows(24, 24) == 3 and pace.rows(160, 160) == 20  # the first prompt's length counts
     engine.run()
     assert engine.tokens[1, 0] == answer(prompt(10, 1), 4)
     engine.assert_empty()
