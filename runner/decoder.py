@@ -119,6 +119,6 @@ def _normed_linear(x: Tensor, residual: Tensor | None, norm: Norm, layer: nn.Lin
     normed, total = (norm(x), x) if residual is None else norm.after_adding(x, residual)
     if activation is None:
         return _linear(normed, layer), total
-    if split_k.takes(normed, layer, gated=True):
+    if split_k.takes(normed, layer):
         return gated_linear(normed, layer.weight, layer.bias, activation), total
     return gated(layer(normed), activation), total

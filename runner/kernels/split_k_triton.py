@@ -24,6 +24,8 @@ _LEAST_TILES = 4
 """Of BLOCK_K inputs that a program has: fewer would be all beginning and no middle."""
 _LARGE = 8 << 20
 """Weights from which on wider tiles are faster."""
+_STAGES, _GATED_STAGES = {32: 4, 64: 5}, {32: 6, 64: 6, 128: 4}
+"""By a tile's outputs: 100 to 200 KiB of shared memory."""
 
 
 @triton.jit
@@ -80,8 +82,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: 
     num_rows, k = x.shape
     num_outputs, gated = out.shape[-1], activation is not None
     part = triton.cdiv(k, BLOCK_K * parts) * BLOCK_K
-    block_n = _block_n(weight)
-    block_k, stages = (64, 6) if gated else (128, 4 if block_n == 32 else 5)  # 96 or 160 KiB of shared memory
+    block_n = _gated_block_n(num_outputs) if gated else _block_n(weight)
+    block_k, stages = (64, _GATED_STAGES[block_n]) if gated else (128, _STAGES[block_n])
     _split_k_kernel[(triton.cdiv(num_outputs, block_n), parts)](
         x, weight, x if bias is None else bias, out, num_rows, num_outputs,
         K=k, PART=part, GATED=gated, SILU=activation == "silu", HAS_BIAS=bias is not None,
@@ -92,6 +94,11 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: 
 
 def _block_n(weight: Tensor) -> int:
     return 32 if weight.numel() <= _LARGE else 64
+
+
+def _gated_block_n(num_outputs: int) -> int:
+    """Inputs are never split: the tiles are so wide that one wave takes them all."""
+    return next((n for n in (32, 64) if triton.cdiv(num_outputs, n) <= _PROGRAMS), 128)
 
 
 def split_k_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
