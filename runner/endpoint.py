@@ -26,6 +26,7 @@ from runner.admission import Admission, Refusal
 from runner.config import RunnerConfig
 from runner.embedding_store import EmbeddingStore, NotStored, StoredRows
 from runner.messages import (
+    DIGEST_BYTES,
     Abort,
     AbortAnswer,
     Aborted,
@@ -42,6 +43,7 @@ from runner.messages import (
     Rejected,
     RejectReason,
     Reply,
+    Sharing,
     Stats,
     StepOutput,
     StoreAnswer,
@@ -55,6 +57,7 @@ from runner.record_messages import answer as answer_about_records
 from runner.record_store import Data, RecordStore
 from runner.running_answers import RunningAnswers
 from runner.sequence import InvalidRequest, Key, Request
+from runner.shared_rows import RowsGone, can_share, map_rows, with_shared
 from runner.store_messages import answer
 
 if TYPE_CHECKING:
@@ -226,12 +229,18 @@ class Endpoint:
                 socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
                 socket.connect(hello.address)
                 self._out[hello.worker] = socket
+        if can_share(hello.shared):
+            self._send(hello.worker, Sharing())
         self._send(hello.worker, self._status)
 
     def _admit(self, message: Generate, frames: list[memoryview]) -> None:
         engine = self._engine
         if engine is None:
             return self._reject(message, "queue_full", "The model is still loading.")
+        try:
+            frames = with_shared(message.spans, frames, engine.info.hidden_size * engine.model.dtype.itemsize)
+        except RowsGone:
+            return self._reject(message, "invalid", "The rows of the prompt are gone.")
         try:
             stored = self._store.lease(span.stored for span in message.spans if span.stored)
         except NotStored:
@@ -289,6 +298,12 @@ class Endpoint:
                 problem = StoreAnswer(message.request, (), False, "rate_limit", refusal.message, refusal.retry_after)
                 return self._send(message.worker, problem)
         row_size = self._engine.info.hidden_size * self._engine.model.dtype.itemsize
+        if isinstance(message, PutRows) and message.shared is not None and frames:
+            try:
+                rows = frames[0].nbytes // DIGEST_BYTES
+                frames = [frames[0], map_rows(message.shared, rows * row_size)]
+            except RowsGone:
+                return self._send(message.worker, StoreAnswer(message.request, problem="invalid"))
         self._send(message.worker, answer(self._store, message, frames, row_size))
 
     def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:

@@ -13,7 +13,7 @@ array); `Generate` is followed by raw frames, in this order:
    `EMBEDDING_ID`. Penalties count it and prompt log-probabilities are told of it; nothing is computed from it;
 4. only if `has_positions`: position ids, int32 [3, num_rows];
 5. one frame per span: its rows, [span.length, hidden_size] in the model's dtype, C order; of an image (`Span.pixels`),
-   what the image processor made of it, float32; empty where the span names a stored embedding.
+   what the image processor made of it, float32; empty where the span names a stored embedding or shared memory.
 
 `PutRows` is followed by two frames: the digests, as in 2, and the rows, as in 5. `PutRecord` is followed by two or
 three: the record's body, its turns and its will. On their way back they are frames behind a `Reply`.
@@ -133,6 +133,20 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words)
 
 
+SHARED_PROBE = b"rows of this worker"
+"""What the file in a worker's `Hello` holds."""
+
+
+class SharedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that the worker has in a file that is nowhere but in memory (memfd_create), for the runner to map: then they
+    are not sent. The worker keeps the file open until it has an answer, and never writes to it again."""
+
+    process: int
+    descriptor: int
+    inode: int
+    """What the descriptor must still be: of a request that was given up meanwhile it may be another file."""
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """A run of embedding rows in the prompt."""
 
@@ -146,6 +160,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """Of an image whose size isn't fixed: patches in time, height and width."""
     stored: str = ""
     """The id of the stored embedding that is its rows: all of them, in order."""
+    shared: SharedRows | None = None
+    """Where its rows are, if not in its frame."""
 
 
 # --- worker to runner ---------------------------------------------------------------------------------------------
@@ -157,6 +173,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     worker: int
     address: str
     """Where the worker's own PULL socket is bound."""
+    shared: SharedRows | None = None
+    """A file for the runner to try: if it can be read, `Sharing` is among the answers."""
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
@@ -238,6 +256,8 @@ class PutRows(_OfOwner, frozen=True, array_like=True, tag="put_rows"):
 
     sha256: str
     """Hex, of the rows' bytes in the model's dtype."""
+    shared: SharedRows | None = None
+    """As `Span.shared`."""
 
 
 class FindRows(_OfOwner, frozen=True, array_like=True, tag="find_rows"):
@@ -435,6 +455,10 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
     stage: str
 
 
+class Sharing(msgspec.Struct, frozen=True, array_like=True, tag="sharing"):
+    """The runner reads this worker's `SharedRows`. (Not where they are in different containers, say.)"""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     model: ModelInfo
 
@@ -550,7 +574,18 @@ ToStore = PutRows | FindRows | ListRows | DeleteRows
 ToRecords = PutRecord | GetRecord | GetTurns | DeleteRecord
 ToRunner = Hello | Generate | Abort | AbortAnswer | LookUp | WorkerGone | ToStore | ToRecords
 FromRunner = (
-    Loading | Ready | Failed | Heartbeat | Accepted | Rejected | Aborted | StepOutput | TokenRows | StoreAnswer | Reply
+    Loading
+    | Sharing
+    | Ready
+    | Failed
+    | Heartbeat
+    | Accepted
+    | Rejected
+    | Aborted
+    | StepOutput
+    | TokenRows
+    | StoreAnswer
+    | Reply
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from server.arriving_file import ArrivingFile
 from server.errors import InvalidRequest, bounded
 from server.segments import Attachment
 
 _MAX_TOLD_CHARS = 64
 
 
-def attach(body: Mapping[str, Any], fields: Mapping[str, memoryview]) -> None:
+def attach(body: Mapping[str, Any], fields: Mapping[str, ArrivingFile]) -> None:
     """Changes the parts in `body` in place. Raises InvalidRequest where a part names no field or one that another part
     has named, or a field is named by no part."""
     unused = dict(fields)

@@ -8,27 +8,28 @@ from a worker thread, never on the event loop.
 | `PK` | `torch.save(tensor)` (what vLLM's clients send) | `torch_file` |
 
 What arrives is hostile until proven otherwise. Nothing is unpickled. Sizes are declared in headers, so they are
-compared with the limits and with the payload's length before anything is allocated: decoding takes at most the base64's
-decoded bytes and one copy of the rows, and of what has been decoded or copied the memory is given back at once (a
-request's body is read only once). No message quotes content and nothing is logged.
+compared with the limits and with the payload's length before anything is allocated. A large file is made into rows
+piece by piece (`row_pieces`); of what has been decoded or copied the memory is given back at once (a request's body is
+read only once). What arrives as a file is begun before it is complete (`arriving_file`). No message quotes content and
+nothing is logged.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pybase64
 
 from server import npy_file, stored_zip
-from server.file_tensor import ITEM_BYTES, EmbeddingError, FileTensor, RowLimits
+from server.file_tensor import ITEM_BYTES, EmbeddingError, FileLayout, FileTensor, RowLimits
 from server.long_strings import LongString
-from server.pages import allocate, discard, give_turn
+from server.pages import SMALL_BYTES, allocate, discard, give_turn
 from server.request_context import note_decoding
+from server.row_pieces import RowPieces, make_all
 from server.row_values import cast_rows, row_digests
-from server.safetensors_file import is_safetensors, read_safetensors
+from server.rows import Rows
+from server.safetensors_file import is_safetensors, read_safetensors, safetensors_layout
 from server.torch_file import read_torch
 
 __all__ = ["EmbeddingError", "Rows", "decode_base64_embedding", "decode_embedding"]
@@ -42,23 +43,12 @@ _BASE64_BLOCK = 256 * 1024
 between two blocks; blocks that stay in the cache are twice as fast as one call, and what a block becomes fits into
 memory that the process has already."""
 _TURN_BLOCKS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Embedding rows in the model's dtype, finite, ready to be sent to the runner."""
-
-    data: memoryview = field(repr=False)
-    """[num_rows, hidden_size], little-endian, C order, as read-only bytes. A view of the payload where nothing had to
-    be cast: it keeps the payload alive, and a caller who passes a mutable payload must not change it."""
-    num_rows: int
-    hidden_size: int
-    dtype: str
-    """"float32", "float16" or "bfloat16"."""
-    digests: bytes = field(repr=False)
-    """[num_rows, 16]: one digest per row of `data`."""
-    hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
-    """[num_rows], where the client says which tokens the rows stand for: -1 where it does not."""
+_IN_PIECES = 512 * 1024
+"""Characters. Longer texts are decoded in pieces, by several threads; more than any header takes."""
+_NOT_BASE64 = (
+    "the prompt embedding is not valid base64: use the standard alphabet with padding,"
+    " without line breaks and without a data: prefix"
+)
 
 
 def decode_embedding(payload: bytes | memoryview, *, hidden_size: int, dtype: str, max_rows: int) -> Rows:
@@ -74,10 +64,27 @@ def decode_embedding(payload: bytes | memoryview, *, hidden_size: int, dtype: st
     if len(view) > limits.max_payload_bytes:
         raise EmbeddingError(_too_long(limits))
     tensor = _read(view, limits)
-    data = cast_rows(tensor.data, hidden_size, tensor.dtype, dtype)
-    digests = row_digests(data, hidden_size * ITEM_BYTES[dtype])
+    rows = _rows_of(tensor, hidden_size, dtype)
     note_decoding(time.perf_counter() - started)
-    return Rows(data, tensor.num_rows, hidden_size, dtype, digests)
+    return rows
+
+
+def layout_of(head: memoryview, limits: RowLimits) -> FileLayout | None:
+    """Where the values of a file are that begins with `head`, which has the whole header; None where that can't be told
+    yet. Raises EmbeddingError for a header that is refused."""
+    if head[: len(npy_file.MAGIC)] == npy_file.MAGIC:
+        return npy_file.npy_layout(head, limits)
+    if head[: len(stored_zip.MAGIC)] == stored_zip.MAGIC or not is_safetensors(head):
+        return None
+    return safetensors_layout(head, limits)
+
+
+def _rows_of(tensor: FileTensor, hidden_size: int, dtype: str) -> Rows:
+    if tensor.num_rows * hidden_size * ITEM_BYTES[dtype] > SMALL_BYTES:
+        pieces = RowPieces(tensor.num_rows, hidden_size, tensor.dtype, dtype)
+        return make_all(pieces, lambda start, end: (tensor.data[start:end],))
+    data = cast_rows(tensor.data, hidden_size, tensor.dtype, dtype)
+    return Rows(data, tensor.num_rows, hidden_size, dtype, row_digests(data, hidden_size * ITEM_BYTES[dtype]))
 
 
 def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int, dtype: str, max_rows: int) -> Rows:
@@ -91,31 +98,66 @@ def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int,
     if len(text) > (limits.max_payload_bytes + 2) // 3 * 4:
         raise EmbeddingError(_too_long(limits))
     started = time.perf_counter()
-    payload = _decode_base64(text)
+    try:
+        rows = _decode_in_pieces(text, limits, dtype) if len(text) > _IN_PIECES else None
+        if rows is None:
+            payload = _decode_base64(text)
+    except ValueError as error:  # binascii.Error is one
+        raise error if isinstance(error, EmbeddingError) else EmbeddingError(_NOT_BASE64) from None
     note_decoding(time.perf_counter() - started)
-    return decode_embedding(payload, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
+    return rows or decode_embedding(payload, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
+
+
+def _decode_in_pieces(text: str | bytes | memoryview, limits: RowLimits, dtype: str) -> Rows | None:
+    """None where the file doesn't begin with what says where its values are. Raises ValueError."""
+    layout = layout_of(memoryview(_decode_block(text, 0, _IN_PIECES)), limits)
+    if layout is None:
+        return None
+    if len(text) % 4:
+        raise ValueError
+    end = text[-2:] if isinstance(text, str) else str(text[-2:], "ascii")
+    pieces = RowPieces(layout.num_rows, limits.hidden_size, layout.dtype, dtype)
+    size, found = layout.num_rows * pieces.source_bytes, len(text) // 4 * 3 - end.count("=") - layout.start
+    if found != size:
+        raise EmbeddingError(layout.wrong_size(size, found))
+    return make_all(pieces, lambda start, end: _decoded(text, layout.start + start, layout.start + end))
+
+
+def _decoded(text: str | bytes | memoryview, start: int, end: int) -> list[memoryview]:
+    """Bytes `start` to `end` of the file. Raises ValueError."""
+    first, last = start // 3 * 4, -(-end // 3) * 4
+    blocks = [
+        memoryview(_decode_block(text, at, min(at + _BASE64_BLOCK, last))) for at in range(first, last, _BASE64_BLOCK)
+    ]
+    if isinstance(text, memoryview):
+        discard(text[first + 4 : last - 4])  # the pieces before and behind may begin and end within four characters
+    blocks[0] = blocks[0][start % 3 :]
+    surplus = sum(map(len, blocks)) - (end - start)
+    blocks[-1] = blocks[-1][: len(blocks[-1]) - surplus]
+    return blocks
+
+
+def _decode_block(text: str | bytes | memoryview, start: int, end: int) -> bytes:
+    """`start`, `end`: multiples of 4. Raises ValueError."""
+    block = pybase64.b64decode(text[start:end], validate=True)
+    if len(block) != (end - start) // 4 * 3 and end < len(text):  # padding inside of the text
+        raise ValueError
+    return block
 
 
 def _decode_base64(text: str | bytes | memoryview) -> memoryview:
+    """Raises ValueError."""
     decoded = allocate(len(text) // 4 * 3)
-    values, end = np.frombuffer(decoded, np.uint8), 0
-    try:
-        for start in range(0, len(text), _BASE64_BLOCK):
-            if end != start // 4 * 3:  # padding inside of the text
-                raise ValueError
-            block = pybase64.b64decode(text[start : start + _BASE64_BLOCK], validate=True)
-            values[end : end + len(block)] = np.frombuffer(block, np.uint8)  # without the GIL
-            end += len(block)
-            if isinstance(text, memoryview):
-                discard(text[start : start + _BASE64_BLOCK])
-            if start // _BASE64_BLOCK % _TURN_BLOCKS == 0:
-                give_turn()
-    except ValueError:  # binascii.Error is one
-        raise EmbeddingError(
-            "the prompt embedding is not valid base64: use the standard alphabet with padding,"
-            " without line breaks and without a data: prefix"
-        ) from None
-    return decoded[:end]
+    values, at = np.frombuffer(decoded, np.uint8), 0
+    for start in range(0, len(text), _BASE64_BLOCK):
+        block = _decode_block(text, start, min(start + _BASE64_BLOCK, len(text)))
+        values[at : at + len(block)] = np.frombuffer(block, np.uint8)  # without the GIL
+        at += len(block)
+        if isinstance(text, memoryview):
+            discard(text[start : start + _BASE64_BLOCK])
+        if start // _BASE64_BLOCK % _TURN_BLOCKS == 0:
+            give_turn()
+    return decoded[:at]
 
 
 def _read(payload: memoryview, limits: RowLimits) -> FileTensor:

@@ -37,6 +37,7 @@ from runner.messages import (
     Rejected,
     Reply,
     SamplingParams,
+    Sharing,
     Stats,
     StepOutput,
     StoreAnswer,
@@ -62,6 +63,7 @@ from server.prompt import PromptRows
 from server.questions import Questions, Replied
 from server.request_context import current_client, current_request
 from server.responses.store import ResponseStore
+from server.row_memory import probe_memory
 from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
 from server.timeouts import NO_TIMEOUTS, Timeouts
 
@@ -112,6 +114,10 @@ class EngineClient:
         self._store_questions: Questions[StoreAnswer] = Questions(self._send, self._check_running)
         self.stored = StoredEmbeddings(worker, self._store_questions, max_unaccepted_bytes)
         self.responses = ResponseStore(worker, self._questions)
+        self._shares = False
+        """Whether the runner reads memory of this process."""
+        self._probe = probe_memory()
+        """For it to try; until it has answered."""
         self._requests: dict[int, Inbox] = {}
         self._look_ups = LookUps()
         self._ids = itertools.count(1)
@@ -187,9 +193,10 @@ class EngineClient:
         if self._unaccepted_bytes and self._unaccepted_bytes + row_bytes > self._max_unaccepted_bytes:
             self.metrics.count_rejected("rows_full")
             raise QueueFull("Too many prompt embeddings are waiting to be queued.")
+        sent = prompt.sharing() if self._shares else prompt  # `prompt` holds the memory until it is accepted
         inbox = Inbox(next(self._ids), n, len(prompt), self.metrics, current_request.get(), sampling.max_tokens)
         message = Generate(
-            self._worker, inbox.request, n, sampling, prompt.spans, cache_salt, priority, client=current_client(),
+            self._worker, inbox.request, n, sampling, sent.spans, cache_salt, priority, client=current_client(),
             has_positions=prompt.positions is not None, has_hints=prompt.hint_ids is not None,
             answer=inbox.context.answer_id if inbox.context is not None else "",
         )  # fmt: skip
@@ -200,7 +207,7 @@ class EngineClient:
             inbox.context.on_end.append(stream.abort)
         self._timeouts.start(inbox, self._give_up)
         try:
-            if not self._send(encode(message), *prompt.frames):
+            if not self._send(encode(message), *sent.frames):
                 self._refuse(inbox, QueueFull("The engine is not taking requests fast enough."), "queue_full")
             while not inbox.accepted and inbox.error is None:
                 await inbox.wait()
@@ -307,8 +314,10 @@ class EngineClient:
     async def _tick(self) -> None:
         """Greet the runner until it answers; then send what could not be sent and notice a silent runner."""
         while not self._answered:
-            self._send(encode(Hello(self._worker, self._address)))
+            probe = None if self._probe is None else self._probe.told
+            self._send(encode(Hello(self._worker, self._address, probe)))
             await asyncio.sleep(_HELLO_SECONDS)
+        self._probe = None
         while True:
             due = time.monotonic() + 2 * _TICK_SECONDS
             await asyncio.sleep(_TICK_SECONDS)
@@ -371,6 +380,8 @@ class EngineClient:
             self.model = self.metrics.model = message.model
             self.last_heartbeat = time.monotonic()
             self._ready.set()
+        elif isinstance(message, Sharing):
+            self._shares = self.stored.shares = True
         elif isinstance(message, Loading):
             self._answered = True
             if message.stage != self.stage:  # Each greeting is answered.

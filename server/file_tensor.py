@@ -81,3 +81,26 @@ class FileTensor:
     num_rows: int
     dtype: str
     """A key of ITEM_BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where a file's values are, as its header says; what it says is within the limits."""
+
+    name: str
+    """What the header is called in errors."""
+    start: int
+    """The values' first byte."""
+    num_rows: int
+    dtype: str
+    """A key of ITEM_BYTES."""
+
+    def tensor(self, payload: memoryview, hidden_size: int) -> FileTensor:
+        """Of the whole file. Raises EmbeddingError."""
+        values, size = payload[self.start :], self.num_rows * hidden_size * ITEM_BYTES[self.dtype]
+        if len(values) != size:
+            raise EmbeddingError(self.wrong_size(size, len(values)))
+        return FileTensor(values, self.num_rows, self.dtype)
+
+    def wrong_size(self, promised: int, found: int) -> str:
+        return f"the {self.name} header promises {promised} bytes of values; {found} follow it"

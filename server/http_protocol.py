@@ -30,6 +30,8 @@ MAX_PIPELINED = 64
 """Requests that wait behind the one that is being answered. A single read may hold eight thousand."""
 MAX_FRAMING = 8
 """Bytes around each byte of a chunked body, on average, and `MAX_HEAD_BYTES` more. Chunks of one byte have 5."""
+_WHOLE_BYTES = 16 * 1024
+"""Pieces of a body that are passed on without a copy."""
 HEAD_SECONDS = 60.0
 """From a head's first bytes to its last ones. Keep-alive does not see it: its timer ends with the first byte."""
 
@@ -128,7 +130,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if not self.transport.is_closing():
+            self._spare_copies(len(body))
             super().on_body(body)
+
+    def _spare_copies(self, size: int) -> None:
+        """uvicorn adds to a bytearray and makes bytes of it for the application: two copies of every byte. What comes
+        alone between two reads of the application's, as large pieces do, is passed on as it is: adding to empty bytes
+        and making bytes of bytes copy nothing."""
+        cycle: Any = self.cycle
+        if not cycle.body and size >= _WHOLE_BYTES:
+            cycle.body = b""
+        elif isinstance(cycle.body, bytes):
+            cycle.body = bytearray(cycle.body)
 
     def resume_writing(self) -> None:
         super().resume_writing()

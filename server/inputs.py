@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from runner.messages import EMBEDDING_ID, ModelInfo
-from server.embeddings import EmbeddingError, Rows, decode_base64_embedding, decode_embedding
+from runner.messages import EMBEDDING_ID
+from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
 from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
 from server.image_parts import laid_out, with_neighbours, without_neighbours
@@ -346,7 +346,7 @@ async def _decode(data: str | Attachment, services: Services, max_rows: int, whe
     model = services.model
     try:
         if isinstance(data, Attachment):
-            return await decode_payload(data.payload, model, max_rows)
+            return await data.file.rows(max_rows)
         return await asyncio.to_thread(
             decode_base64_embedding,
             data,
@@ -358,10 +358,3 @@ async def _decode(data: str | Attachment, services: Services, max_rows: int, whe
         raise ContextLengthExceeded(f"{where}: {error}.", param=where) from None
     except EmbeddingError as error:
         raise InvalidRequest(f"{where}: {error}.", param=where) from None
-
-
-async def decode_payload(payload: memoryview, model: ModelInfo, max_rows: int) -> Rows:
-    """The rows of a tensor file. Raises EmbeddingError."""
-    return await asyncio.to_thread(
-        decode_embedding, payload, hidden_size=model.hidden_size, dtype=model.dtype, max_rows=max_rows
-    )

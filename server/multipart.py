@@ -1,18 +1,20 @@
 """Reads a multipart/form-data body: a few named fields, each as the bytes that it came as. Called by `request_body`.
 
-python-multipart's streaming parser finds the boundaries; what it finds is put into one buffer a field, so that a body
-takes its own size in memory and nothing is written to disk (Starlette's form() would put it into temporary files). How
-large it may be is the body limit's business; here a body is refused for its shape, at the first byte that is wrong.
+python-multipart's streaming parser finds the boundaries; what it finds is put into one buffer a field, or into an
+`ArrivingFile`, so that a body takes its own size in memory and nothing is written to disk (Starlette's form() would put
+it into temporary files). How large it may be is the body limit's business; here a body is refused for its shape, at the
+first byte that is wrong.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from server.arriving_file import ArrivingFile
 from server.errors import APIError, InvalidRequest, bounded
 from server.pages import Gathered
 
@@ -29,13 +31,24 @@ _ENCODINGS = (b"", b"binary", b"7bit", b"8bit")
 # It would log every malformed body, with pieces of it.
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
-Fields = dict[str, memoryview]
+Fields = dict[str, memoryview | ArrivingFile]
 
 
-async def read_fields(chunks: AsyncIterator[bytes], content_type: str) -> Fields:
-    """The fields in their order. Raises InvalidRequest for a body that is malformed, cut or has a field twice, and what
-    `chunks` raises; then nothing of it is kept."""
-    reader = _Reader(_boundary(content_type))
+def close_files(fields: Mapping[str, object]) -> None:
+    """What is refused is let go of at once, whoever still holds the error."""
+    for field in fields.values():
+        if isinstance(field, ArrivingFile):
+            field.close()
+
+
+async def read_fields(
+    chunks: AsyncIterator[bytes], content_type: str, new_file: Callable[[str], ArrivingFile | None] = lambda name: None
+) -> Fields:
+    """The fields in their order. `new_file`: what takes the field of this name, if it is a tensor file.
+
+    Raises InvalidRequest for a body that is malformed, cut or has a field twice, and what `chunks` raises; then nothing
+    of it is kept."""
+    reader = _Reader(_boundary(content_type), new_file)
     try:
         async for chunk in chunks:
             reader.feed(chunk)
@@ -57,9 +70,10 @@ def _boundary(content_type: str) -> bytes:
 class _Reader:
     """`feed` what comes, then `finish`. Both raise InvalidRequest."""
 
-    def __init__(self, boundary: bytes) -> None:
-        self._fields: dict[str, Gathered] = {}
-        self._field = Gathered()
+    def __init__(self, boundary: bytes, new_file: Callable[[str], ArrivingFile | None]) -> None:
+        self._new_file = new_file
+        self._fields: dict[str, Gathered | ArrivingFile] = {}
+        self._field: Gathered | ArrivingFile = Gathered()
         """The one that is being read."""
         self._headers: dict[bytes, bytes] = {}
         self._header_name = self._header_value = b""
@@ -88,10 +102,12 @@ class _Reader:
     def finish(self) -> Fields:
         if not self._complete:
             raise _malformed("it ends before its last boundary")
-        return {name: field.view for name, field in self._fields.items()}
+        fields, self._fields = self._fields, {}
+        return {name: field.view if isinstance(field, Gathered) else field for name, field in fields.items()}
 
     def close(self) -> None:
         """Lets go of everything: reader and parser are a cycle, and megabytes must not wait for the collector."""
+        close_files(self._fields)
         self._fields, self._field = {}, Gathered()
         self._parser.callbacks = {}
 
@@ -134,7 +150,8 @@ class _Reader:
             raise _malformed(f"it has the field {bounded(name, _MAX_TOLD_CHARS)!r} twice")
         if len(self._fields) == MAX_FIELDS:
             raise _malformed(f"it has more than {MAX_FIELDS} fields")
-        self._field = self._fields[name] = Gathered()
+        file = self._new_file(name)
+        self._field = self._fields[name] = Gathered() if file is None else file
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._field.add(memoryview(data)[start:end])

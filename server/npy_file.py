@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from server.file_tensor import BIG_ENDIAN, ITEM_BYTES, UNSUPPORTED_DTYPE, EmbeddingError, FileTensor, RowLimits
+from server.file_tensor import BIG_ENDIAN, UNSUPPORTED_DTYPE, EmbeddingError, FileLayout, FileTensor, RowLimits
 
 MAGIC = b"\x93NUMPY"
 MAX_HEADER_BYTES = 4096
@@ -31,6 +31,11 @@ _FIELD = re.compile(
 
 def read_npy(payload: memoryview, limits: RowLimits) -> FileTensor:
     """The file's array, as a view of `payload`. Raises EmbeddingError."""
+    return npy_layout(payload, limits).tensor(payload, limits.hidden_size)
+
+
+def npy_layout(payload: memoryview, limits: RowLimits) -> FileLayout:
+    """`payload`: the file's beginning, with the whole header. Raises EmbeddingError."""
     version = payload[len(MAGIC) : len(MAGIC) + 2]
     if len(version) != 2 or version[0] not in _LENGTH_BYTES or version[1] != 0:
         raise EmbeddingError("a .npy file must have the format version 1.0, 2.0 or 3.0")
@@ -41,7 +46,6 @@ def read_npy(payload: memoryview, limits: RowLimits) -> FileTensor:
     if length > len(payload) - start:
         raise EmbeddingError("the .npy header is longer than the file")
     descr, fortran_order, shape = _parse(bytes(payload[start : start + length]))
-    values = payload[start + length :]
 
     if descr.startswith(">"):
         raise EmbeddingError(BIG_ENDIAN)
@@ -50,10 +54,7 @@ def read_npy(payload: memoryview, limits: RowLimits) -> FileTensor:
     if fortran_order:
         raise EmbeddingError("the .npy array is in Fortran order: send it in C order (numpy.ascontiguousarray)")
     rows = limits.num_rows(shape)
-    size = rows * limits.hidden_size * ITEM_BYTES[_DTYPES[descr]]
-    if len(values) != size:
-        raise EmbeddingError(f"the .npy header promises {size} bytes of values; {len(values)} follow it")
-    return FileTensor(values, rows, _DTYPES[descr])
+    return FileLayout(".npy", start + length, rows, _DTYPES[descr])
 
 
 def _parse(header: bytes) -> tuple[str, bool, list[int]]:

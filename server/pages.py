@@ -4,14 +4,15 @@ Freeing a hundred megabytes at once takes six milliseconds, the interpreter's lo
 let go last: long enough to be seen in every stream of the process. `Pages` are given back by a thread of their own,
 a megabyte at a time.
 
-Used by `body`, `multipart` and `request_body` for what they receive, by `embeddings` and `row_values` for what they
-make.
+Used by `body`, `multipart` and `request_body` for what they receive, by `embeddings`, `row_values` and `row_memory` for
+what they make.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import queue
 import threading
 import time
@@ -73,11 +74,23 @@ class Pages(mmap.mmap):
             self.madvise(_MADV_DONTNEED, first, last - first)
 
 
+class SharedView(mmap.mmap):
+    """A file in memory, for reading."""
+
+    def __new__(cls, descriptor: int, size: int) -> Self:
+        _freeing.start()
+        return super().__new__(cls, descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+
+    def __del__(self) -> None:
+        if not self.closed:
+            _freeing.take(self)
+
+
 class _Freeing:
     """The thread that gives pages back."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Pages] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Pages | SharedView | int] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -88,20 +101,33 @@ class _Freeing:
                     self._thread = threading.Thread(target=self._run, name="pages", daemon=True)
                     self._thread.start()
 
-    def take(self, pages: Pages) -> None:
-        """From a destructor, so from any thread at any time: nothing here takes a lock of ours."""
-        self._waiting.put(pages)
+    def take(self, freed: Pages | SharedView | int) -> None:
+        """Memory, or a file's descriptor. From a destructor, so from any thread at any time: nothing here takes a lock
+        of ours."""
+        self._waiting.put(freed)
 
     def _run(self) -> None:
         while True:
-            pages = self._waiting.get()
+            freed = self._waiting.get()
+            if isinstance(freed, int):
+                os.close(freed)  # which gives up the interpreter's lock, and so does closing a mapping
+                continue
+            if isinstance(freed, SharedView):
+                freed.close()
+                continue
             try:
-                pages.give_back()
+                freed.give_back()
             except (OSError, ValueError):  # a system that does not let them go in pieces
-                pages.close()
+                freed.close()
 
 
 _freeing = _Freeing()
+
+
+def close_later(descriptor: int) -> None:
+    """Of a file in memory: with the last descriptor its pages go, which takes milliseconds."""
+    _freeing.start()
+    _freeing.take(descriptor)
 
 
 def allocate(size: int) -> memoryview:

@@ -4,14 +4,15 @@ by the engine client."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from runner.messages import EMBEDDING_ID, Span
-from server.embeddings import Rows
+from server.row_memory import SharedMemory
+from server.rows import Rows
 from server.vision import PreparedImage
 
 
@@ -44,6 +45,8 @@ class PromptRows:
     """[3, num_rows], where they aren't the rows' own places."""
     hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """[num_embedding_rows]: the token that a row stands for, or `EMBEDDING_ID`. None: no row says so."""
+    shared: tuple[SharedMemory | None, ...] = field(default=(), repr=False)
+    """One a span: what `rows` is a view of, where the runner can read it. Empty: none is."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,7 +88,8 @@ class PromptRows:
         hint_ids = None
         if any(isinstance(each, Rows | StoredRows) and each.hint_ids is not None for each in embedded):
             hint_ids = np.concatenate([_hint_ids(each) for each in embedded])
-        return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths), hint_ids)
+        shared = tuple(each.shared if isinstance(each, Rows) else None for each in embedded)
+        return cls(token_ids, tuple(spans), digests, frames, _positions(segments, lengths), hint_ids, shared)
 
     def behind(self, rows: Rows) -> PromptRows:
         """This prompt with `rows` before it. No row is copied."""
@@ -103,12 +107,24 @@ class PromptRows:
             (rows.data, *self.rows),
             positions,
             hint_ids,
+            (rows.shared, *(self.shared or (None,) * len(self.spans))),
         )
 
     @property
     def tail_ids(self) -> npt.NDArray[np.int32]:
         """The token ids behind the last embedding row; all of them where there is none."""
         return self.token_ids[self.spans[-1].start + self.spans[-1].length :] if self.spans else self.token_ids
+
+    def sharing(self) -> PromptRows:
+        """The same for a runner that reads shared memory: the spans say where it is."""
+        if not any(self.shared):
+            return self
+        spans = tuple(
+            span if memory is None else msgspec.structs.replace(span, shared=memory.told)
+            for span, memory in zip(self.spans, self.shared, strict=True)
+        )
+        rows = tuple(b"" if memory else rows for rows, memory in zip(self.rows, self.shared, strict=True))
+        return replace(self, spans=spans, rows=rows)
 
     @property
     def frames(self) -> list[bytes | memoryview]:

@@ -15,9 +15,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runner.messages import ModelInfo, StoredInfo
+from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.inputs import decode_payload
 from server.openapi import upload_body
 from server.request_body import read_upload
 from server.request_context import release_body
@@ -79,17 +79,17 @@ async def delete_embedding(embedding_id: str, request: Request) -> Response:
     return _json({"id": embedding_id, "object": "prompt_embeds", "deleted": True})
 
 
-async def _keep(body: Mapping[str, Any], payload: memoryview, services: Services) -> Response:
+async def _keep(body: Mapping[str, Any], file: ArrivingFile, services: Services) -> Response:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest("model must be a string.", param="model")
     services.model_name(model)
     try:
-        rows = await decode_payload(payload, services.model, services.model.max_model_len)
+        rows = await file.rows(services.model.max_model_len)
     except EmbeddingError as error:
         raise InvalidRequest(f"The upload is refused: {error}.", param="file") from None
     entry = await _store(services).put(rows, await asyncio.to_thread(_hex_digest, rows.data))
-    del payload, rows
+    del file, rows
     release_body()
     return _json(_body(entry, services.model))
 

@@ -1,7 +1,7 @@
 """Reads the body of a request whose prompt may have embeddings: JSON, or multipart/form-data whose field `request` is
 the JSON and whose other fields are tensor files; and of an upload to the store. For the routes that take these.
 
-Tensors never go through JSON, and are not copied behind the buffer that they arrive in.
+Tensors never go through JSON; they are made into rows while they arrive (`arriving_file`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from server.arriving_file import ArrivingFile
 from server.attachments import attach
 from server.body import media_type_of, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
-from server.multipart import MEDIA_TYPE, Fields, read_fields
-from server.pages import Gathered
+from server.multipart import MEDIA_TYPE, Fields, close_files, read_fields
 from server.services import services_of
 
 JSON_FIELD = "request"
@@ -29,34 +29,65 @@ async def read_request(request: Request) -> dict[str, Any]:
     """The request's JSON object; where it came with tensors, they are in its parts. Raises APIError."""
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
-        fields = await read_fields(_chunks(request), request.headers["content-type"])
-        body = await _take_json(fields, request)
-        attach(body, fields)
+        fields = await _read_fields(request)
+        try:
+            body = await _take_json(fields, request)
+            attach(body, _files(fields))
+        except BaseException:
+            close_files(fields)
+            raise
         return body
     if media_type != "application/json":
         raise UnsupportedMediaType(f"The content type must be application/json or {MEDIA_TYPE}.")
     return await read_json(request)
 
 
-async def read_upload(request: Request) -> tuple[dict[str, Any], memoryview]:
+async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
     """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
-        fields = await read_fields(_chunks(request), request.headers["content-type"])
-        body = await _take_json(fields, request) if JSON_FIELD in fields else {}
-        if len(fields) != 1:
-            raise InvalidRequest(
-                f"An upload has one field with a tensor file (beside {JSON_FIELD}, if that is there);"
-                f" this one has {len(fields)}.",
-                param=JSON_FIELD,
-            )
-        return body, fields.popitem()[1]
+        fields = await _read_fields(request)
+        try:
+            body = await _take_json(fields, request) if JSON_FIELD in fields else {}
+            if len(fields) != 1:
+                raise InvalidRequest(
+                    f"An upload has one field with a tensor file (beside {JSON_FIELD}, if that is there);"
+                    f" this one has {len(fields)}.",
+                    param=JSON_FIELD,
+                )
+        except BaseException:
+            close_files(fields)
+            raise
+        return body, _files(fields).popitem()[1]
     if media_type != _RAW_TYPE:
         raise UnsupportedMediaType(f"The content type must be {_RAW_TYPE} or {MEDIA_TYPE}.")
-    payload = Gathered()
-    async for chunk in _chunks(request):
-        payload.add(chunk)
-    return {}, payload.view
+    file = _new_file(request)
+    try:
+        async for chunk in _chunks(request):
+            file.add(chunk)
+    except BaseException:
+        file.close()
+        raise
+    return {}, file
+
+
+def _new_file(request: Request) -> ArrivingFile:
+    model = services_of(request).model
+    return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len)
+
+
+async def _read_fields(request: Request) -> Fields:
+    """`JSON_FIELD` as bytes, all others as files."""
+    return await read_fields(
+        _chunks(request),
+        request.headers["content-type"],
+        lambda name: None if name == JSON_FIELD else _new_file(request),
+    )
+
+
+def _files(fields: Fields) -> dict[str, ArrivingFile]:
+    """The JSON has been taken out."""
+    return {name: file for name, file in fields.items() if isinstance(file, ArrivingFile)}
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
@@ -72,7 +103,7 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
 async def _take_json(fields: Fields, request: Request) -> dict[str, Any]:
     """Takes the JSON out of the fields. Raises InvalidRequest."""
     data = fields.pop(JSON_FIELD, None)
-    if data is None:
+    if not isinstance(data, memoryview):
         raise InvalidRequest(f"The multipart body must have a field {JSON_FIELD} with the JSON.", param=JSON_FIELD)
     if len(data) <= _IN_PLACE_BYTES:
         return parse_object(data)

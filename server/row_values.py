@@ -16,18 +16,20 @@ import numpy.typing as npt
 
 from runner.messages import DIGEST_BYTES
 from server.file_tensor import ITEM_BYTES, EmbeddingError
-from server.pages import allocate, discard, give_turn
+from server.pages import allocate, discard
 
 Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 20
 
-_LONG_ROW_BYTES = 4096
-_UNLOCKED_BYTES = 2048
-"""hashlib gives up the GIL for so many bytes in one call; fewer are hashed under it,"""
-_LOCKED_BYTES = 512 * 1024
-"""and so many bytes of them at a stretch: less than a millisecond. Then the event loop gets its turn, which it would
-have to ask for and wait five milliseconds."""
+_GROUP_BYTES = 4096
+"""Hashed in one call where an embedding begins, at least: a call takes as long as hashing a kilobyte does."""
+_LARGE_GROUP_BYTES = 128 * 1024
+"""And at most. hashlib gives up the GIL for two kilobytes and more, and has to get it back for the next call: beside an
+event loop that receives, a thread that hashes four kilobytes at a time waits most of its time."""
+MAX_GROUP_ROWS = 64
+_GROUPS_BEFORE = 16
+"""A group has at most one row for so many before it."""
 
 _INFINITY = {"float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
 """The bits of +Inf. Without its sign bit, every finite value's pattern is below it and every NaN's above it."""
@@ -40,58 +42,77 @@ _TOO_LARGE = {
 """The smallest positive pattern of the first dtype that a cast to the second makes infinite."""
 
 
-def cast_rows(data: memoryview, hidden_size: int, source: str, target: str) -> memoryview:
+def cast_rows(
+    data: memoryview,
+    hidden_size: int,
+    source: str,
+    target: str,
+    *,
+    first_row: int = 0,
+    out: memoryview | None = None,
+) -> memoryview:
     """The rows in dtype `target`, rounded to nearest even as torch does; `data` itself where nothing is to be cast.
 
     `data`: [num_rows, hidden_size] in dtype `source`, little-endian, as bytes. Not to be read again where it was cast.
+    `first_row`: which row of the embedding it begins with. `out`: memory for the result, as much as it takes.
     Raises EmbeddingError naming the first row that is not finite, or no longer is after the cast.
     """
     limit = _TOO_LARGE.get((source, target), _INFINITY[source])
     values = np.frombuffer(data, dtype=f"<u{ITEM_BYTES[source]}")
-    made = None if source == target else allocate(values.size * ITEM_BYTES[target])
+    made = out if source != target else None
+    if source != target and made is None:
+        made = allocate(values.size * ITEM_BYTES[target])
     cast = None if made is None else np.frombuffer(made, dtype=f"<u{ITEM_BYTES[target]}")
     step = BLOCK_BYTES // ITEM_BYTES[source]
     for start in range(0, values.size, step):
         block = values[start : start + step]
         # Checked before the cast: rounding turns some NaNs into zeros.
         if _largest(block) >= limit:
-            raise _refusal(block, start, hidden_size, source, target, limit)
+            raise _refusal(block, first_row * hidden_size + start, hidden_size, source, target, limit)
         if cast is not None:
             _narrow(_widen(block, source), target, cast[start : start + step])
             discard(data[start * ITEM_BYTES[source] : (start + step) * ITEM_BYTES[source]])
     return data if made is None else made.toreadonly()
 
 
-def row_digests(data: memoryview, row_bytes: int) -> bytes:
-    """One digest of DIGEST_BYTES per row, concatenated. `data`: whole rows of `row_bytes` bytes, in the model's dtype.
+def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
+    """One digest of DIGEST_BYTES per row, concatenated.
 
-    Short rows are hashed a few together, from the first one on, and a row's digest is that of its group with its place
-    in the group: a call takes as long as hashing a kilobyte does. So two embeddings that begin alike share the cache
-    up to the last whole group that they have in common; rows that differ never have the same digests.
+    `data`: whole rows of `row_bytes` bytes, in the model's dtype; `first_row`: which row of the embedding it begins
+    with, a multiple of `group_rows` there.
 
-    sha256 cut to 16 bytes, because it was the faster one on a CPU with SHA instructions: 64 MiB of 8 KiB rows take
-    42 ms where blake2b(digest_size=16) takes 75; of 1 KiB rows one by one 70 ms, by fours 46.
+    Rows are hashed some together, fewer where an embedding begins, and a row's digest is that of its group with its
+    place in the group. Which rows are a group follows from their places in the embedding alone: two embeddings that
+    begin alike share the cache up to the last whole group that they have in common, and no group has more than a
+    sixteenth of what is before it (or what `_GROUP_BYTES` says). Rows that differ never have the same digests.
+
+    sha256 cut to 16 bytes, because it was the faster one on a CPU with SHA instructions: 64 MiB of 8 KiB rows took
+    42 ms where blake2b(digest_size=16) took 75.
     """
-    together = _rows_together(row_bytes)
-    step = together * row_bytes
     digests: list[bytes] = []
-    for first in range(0, len(data), _LOCKED_BYTES // step * step or step):
-        block = data[first : first + (_LOCKED_BYTES // step * step or step)]
-        digests += [sha256(block[at : at + step]).digest()[:DIGEST_BYTES] for at in range(0, len(block), step)]
-        if step < _UNLOCKED_BYTES:
-            give_turn()
-    if together == 1:
-        return b"".join(digests)
-    groups = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, 1, DIGEST_BYTES)
-    rows = np.repeat(groups, together, axis=1)
-    rows[:, :, -1] ^= np.arange(together, dtype=np.uint8)
-    return rows.tobytes()[: len(data) // row_bytes * DIGEST_BYTES]
+    sizes: list[int] = []
+    row, end = first_row, first_row + len(data) // row_bytes
+    while row < end:
+        size = min(group_rows(row, row_bytes), end - row)
+        at = (row - first_row) * row_bytes
+        digests.append(sha256(data[at : at + size * row_bytes]).digest()[:DIGEST_BYTES])
+        sizes.append(size)
+        row += size
+    groups = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+    counts = np.array(sizes, dtype=np.intp)
+    rows = np.repeat(groups, counts, axis=0)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    rows[:, -1] ^= (np.arange(len(rows)) - starts).astype(np.uint8)
+    return rows.tobytes()
 
 
-def _rows_together(row_bytes: int) -> int:
-    """How many rows are hashed in one call. It divides a block of the cache, so that an embedding at the beginning of a
-    block shares no less than with a digest of each row."""
-    return 1 if row_bytes >= _LONG_ROW_BYTES else 2 if 2 * row_bytes >= _LONG_ROW_BYTES else 4
+def group_rows(row: int, row_bytes: int) -> int:
+    """How many rows are hashed in one call from this one on: a power of two that `row` is a multiple of, where the
+    groups before it have been such."""
+    size = 1 if row_bytes >= _GROUP_BYTES else 2 if 2 * row_bytes >= _GROUP_BYTES else 4
+    while size < MAX_GROUP_ROWS and 2 * size * _GROUPS_BEFORE <= row and 2 * size * row_bytes <= _LARGE_GROUP_BYTES:
+        size *= 2
+    return size
 
 
 def _largest(bits: Array) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from server.file_tensor import ITEM_BYTES, UNSUPPORTED_DTYPE, EmbeddingError, FileTensor, RowLimits
+from server.file_tensor import ITEM_BYTES, UNSUPPORTED_DTYPE, EmbeddingError, FileLayout, FileTensor, RowLimits
 
 MAX_HEADER_BYTES = 64 * 1024
 """One tensor needs about 100 bytes; the rest is room for `__metadata__`."""
@@ -25,13 +25,17 @@ def is_safetensors(payload: memoryview) -> bool:
 
 def read_safetensors(payload: memoryview, limits: RowLimits) -> FileTensor:
     """The file's one tensor, as a view of `payload`. Raises EmbeddingError."""
+    return safetensors_layout(payload, limits).tensor(payload, limits.hidden_size)
+
+
+def safetensors_layout(payload: memoryview, limits: RowLimits) -> FileLayout:
+    """`payload`: the file's beginning, with the whole header. Raises EmbeddingError."""
     length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise EmbeddingError(f"the safetensors header is longer than {MAX_HEADER_BYTES} bytes")
     if length > len(payload) - _LENGTH_BYTES:
         raise EmbeddingError("the safetensors header is longer than the file")
     header = _parse(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    values = payload[_LENGTH_BYTES + length :]
 
     header.pop("__metadata__", None)
     if len(header) != 1:
@@ -49,9 +53,7 @@ def read_safetensors(payload: memoryview, limits: RowLimits) -> FileTensor:
     # The format allows neither holes nor overlaps, so that one tensor's values are all that follows the header.
     if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int] or offsets != [0, size]:
         raise EmbeddingError(f"the safetensors header's data_offsets must be [0, {size}] for this shape and dtype")
-    if len(values) != size:
-        raise EmbeddingError(f"the safetensors header promises {size} bytes of values; {len(values)} follow it")
-    return FileTensor(values, rows, _DTYPES[dtype])
+    return FileLayout("safetensors", _LENGTH_BYTES + length, rows, _DTYPES[dtype])
 
 
 def _parse(header: memoryview) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.arriving_file import ArrivingFile
 from server.errors import InvalidRequest, UnsupportedParameter
 
 MAX_PARTS = 4096
@@ -44,7 +45,7 @@ class IdsPart:
 class Attachment:
     """A tensor field of a multipart body. `attachments` puts it where the part that names it would have `data`."""
 
-    payload: memoryview = field(repr=False)
+    file: ArrivingFile = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from runner.messages import (
     StoreAnswer,
     StoredInfo,
 )
-from server.embeddings import Rows
 from server.errors import APIError, BodyTooLarge, InvalidRequest, QueueFull
 from server.questions import Questions
 from server.request_context import current_client
+from server.rows import Rows
 
 
 class NoSuchEmbedding(APIError):
@@ -38,6 +38,8 @@ class StoredEmbeddings:
         self._questions = questions
         self._max_bytes = max_bytes
         self._bytes = 0
+        self.shares = False
+        """Whether the runner reads memory of this process."""
 
     async def put(self, rows: Rows, sha256: str) -> StoredInfo:
         """`sha256`: hex, of `rows.data`. Raises BodyTooLarge, QueueFull (no room now), Unavailable, EngineFailed."""
@@ -47,8 +49,11 @@ class StoredEmbeddings:
         self._bytes += size
         try:
             owner = current_client()
+            shared = rows.shared.told if self.shares and rows.shared is not None else None
             answer = await self._questions.ask(
-                lambda number: PutRows(self._worker, number, owner, sha256), rows.digests, rows.data
+                lambda number: PutRows(self._worker, number, owner, sha256, shared),
+                rows.digests,
+                rows.data if shared is None else b"",
             )
         finally:
             self._bytes -= size

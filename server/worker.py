@@ -34,6 +34,7 @@ from server.errors import ENGINE_STOPPED, EngineFailed
 from server.http_server import FLUSH_SECONDS, HttpServer
 from server.lifecycle import Lifecycle
 from server.log_format import formatter
+from server.malloc import keep_freed_memory
 from server.metrics import Metrics
 from server.no_torch import keep_torch_out
 from server.probes import package_version
@@ -294,6 +295,7 @@ def configure_process(log_level: str, log_format: str = "text") -> None:
         logging.getLogger(ours).setLevel(log_level.upper())
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
+    keep_freed_memory()
 
 
 def _raise_file_limit() -> None:

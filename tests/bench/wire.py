@@ -37,7 +37,8 @@ from tests.integration.real_server import RealServer
 from tests.models import build_tokenizer
 
 UPLOAD = "/v1/prompt_embeds"
-BOUNDARY = "frontier"
+BOUNDARY = "5f3c1a9be0d24768b1c2d3e4f5061728"
+"""As long as clients' own."""
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
 RAW = "application/octet-stream"
 HEADS = {"ids": "application/json", "base64": "application/json", "multipart": FORM, "stored": "application/json"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from runner.prompt_pace import PromptPace
-from tests.runner.test_scheduler import ToyEngine, answer, entries_of, make_request, prompt
+from tests.parity.toy_device import ToyEngine, answer
+from tests.runner.test_scheduler import entries_of, make_request, prompt
 
 
 def taken(pace: PromptPace, waiting: float, coming: float, steps: int) -> list[int]:
@@ -60,7 +61,7 @@ def test_only_steps_in_which_others_decode_are_bounded_and_counted() -> None:
     assert pace.rows(0, 0) == 3
     engine.add(make_request(1, prompt(10, 1)))
     engine.add(make_request(2, prompt(7, 2)))
-    chunks = []
+    chunks: list[int] = []
     while len(chunks) < 4:
         chunks.append(sum(rows for request, rows in entries_of(engine) if request))
         engine.retire()
@@ -77,7 +78,7 @@ def test_a_long_first_prompt_gets_more_whether_it_waits_or_runs() -> None:
     engine.add(make_request(0, prompt(3), 20))
     engine.step()
     engine.add(make_request(1, prompt(28, 1)))
-    chunks = []
+    chunks: list[int] = []
     while len(chunks) < 4:
         chunks.append(sum(rows for request, rows in entries_of(engine) if request))
         engine.retire()

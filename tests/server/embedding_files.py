@@ -26,14 +26,17 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 def digests(data: bytes, row_bytes: int) -> bytes:
-    """What `row_values.row_digests` promises: rows are hashed by fours below 2 KiB, by twos below 4, and the last byte
-    counts them."""
-    together = 4 if row_bytes < 2048 else 2 if row_bytes < 4096 else 1
-    found = []
-    for row in range(len(data) // row_bytes):
-        first = row - row % together
+    """What `row_values.row_digests` promises: rows are hashed by fours below 2 KiB, by twos below 4, by more where that
+    is at most a sixteenth of what is before them, 64 rows and 128 KiB; and the last byte counts them."""
+    found, first, count = [], 0, len(data) // row_bytes
+    while first < count:
+        least = 4 if row_bytes < 2048 else 2 if row_bytes < 4096 else 1
+        sizes = [1 << power for power in range(7)]
+        most = max((n for n in sizes if 16 * n <= first and n * row_bytes <= 1 << 17), default=1)
+        together = min(max(least, most), count - first)
         whole = hashlib.sha256(data[first * row_bytes : (first + together) * row_bytes]).digest()[:16]
-        found.append(whole[:15] + bytes([whole[15] ^ (row - first)]))
+        found += [whole[:15] + bytes([whole[15] ^ place]) for place in range(together)]
+        first += together
     return b"".join(found)
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -26,6 +27,7 @@ import zmq
 from runner.config import RunnerConfig
 from runner.embedding_store import EmbeddingStore
 from runner.messages import (
+    DIGEST_BYTES,
     EMBEDDING_ID,
     Abort,
     AbortAnswer,
@@ -41,10 +43,12 @@ from runner.messages import (
     LookUp,
     ModelInfo,
     PromptLogprobs,
+    PutRows,
     Ready,
     Rejected,
     RejectReason,
     Reply,
+    Sharing,
     Started,
     Stats,
     StepOutput,
@@ -58,6 +62,7 @@ from runner.messages import (
 )
 from runner.record_messages import answer as answer_about_records
 from runner.record_store import RecordStore
+from runner.shared_rows import can_share, map_rows, with_shared
 from runner.store_messages import answer
 
 HEARTBEAT_SECONDS = 0.1
@@ -79,6 +84,8 @@ class Script:
     """Ignore end-of-file on standard input, as a runner that hangs would."""
     max_model_len: int = 512
     dtype: str = "float32"
+    shares: bool = True
+    """Whether it reads the workers' memory."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -157,10 +164,15 @@ class ScriptedRunner:
             if message.worker not in self.workers:
                 self.workers[message.worker] = self.context.socket(zmq.PUSH)
                 self.workers[message.worker].connect(message.address)
+            if self.script.shares and can_share(message.shared):
+                self.send(Sharing(), message.worker)
             self.send(Ready(self.model_info()) if ready else Loading("scripted"), message.worker)
         elif isinstance(message, Generate):
-            sizes = [len(frame) for frame in frames[1:]]
-            self.write("generate", worker=message.worker, request=message.request, n=message.n, frames=sizes)
+            rows = with_shared(message.spans, [memoryview(frame) for frame in frames[1:]], self.row_size)
+            sizes = [frame.nbytes for frame in rows]
+            shared = sum(sizes) - sum(len(frame) for frame in frames[1:])
+            about = {"worker": message.worker, "request": message.request, "n": message.n}
+            self.write("generate", **about, frames=sizes, shared=shared)
             self.on_generate(message, np.frombuffer(frames[1], dtype=np.int32))
         elif isinstance(message, Abort):
             self.write("abort", request=message.request, choice=message.choice, running=len(self.choices))
@@ -176,14 +188,19 @@ class ScriptedRunner:
             self.workers.pop(message.worker).close(linger=0)
             self.records.end_worker(message.worker)
         elif isinstance(message, ToStore):
-            row_size = (4 if self.script.dtype == "float32" else 2) * self.model_info().hidden_size
             rows = [memoryview(frame) for frame in frames[1:]]
-            self.send(answer(self.store, message, rows, row_size), message.worker)
+            if isinstance(message, PutRows) and message.shared is not None:
+                rows[1] = map_rows(message.shared, rows[0].nbytes // DIGEST_BYTES * self.row_size)
+            self.send(answer(self.store, message, rows, self.row_size), message.worker)
             self.write("stored", worker=message.worker, entries=len(self.store))
         elif isinstance(message, ToRecords):
             reply, found = answer_about_records(self.records, message, [memoryview(frame) for frame in frames[1:]])
             self.workers[message.worker].send_multipart([encode(reply), *found])
             self.write("record", worker=message.worker, question=type(message).__name__)
+
+    @cached_property
+    def row_size(self) -> int:
+        return (4 if self.script.dtype == "float32" else 2) * self.model_info().hidden_size
 
     def drop(self, message: Abort) -> None:
         self.choices = [

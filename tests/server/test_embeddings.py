@@ -26,7 +26,9 @@ def decode(
     return decode_embedding(payload, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
 
 
-def decode64(text: str | bytes, dtype: str = "float32", hidden_size: int = HIDDEN, max_rows: int = MAX_ROWS) -> Rows:
+def decode64(
+    text: str | bytes | memoryview, dtype: str = "float32", hidden_size: int = HIDDEN, max_rows: int = MAX_ROWS
+) -> Rows:
     return decode_base64_embedding(text, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
 
 
@@ -51,6 +53,38 @@ def test_rows_are_the_tensor_in_the_models_dtype(name: str, source: str, target:
         assert bytes(found.data) == files.raw(expected)
         assert found.data.readonly
         assert found.digests == files.digests(files.raw(expected), expected.element_size() * HIDDEN)
+
+
+@pytest.mark.parametrize("padding", range(3))
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_base64_in_pieces(padding: int, target: str) -> None:
+    """Of some megabytes, whose values begin anywhere in a group of four characters."""
+    tensor = rows(3000, 500, dtype="bfloat16")
+    payload = save({"a": tensor}, {"b": "c" * 80})
+    size = int.from_bytes(payload[:8], "little")
+    payload = (size + padding).to_bytes(8, "little") + payload[8 : 8 + size] + b" " * padding + payload[8 + size :]
+    text = base64.b64encode(payload)
+    expected = decode(payload, target, 500, 3000)
+    assert expected.data == files.raw(tensor.to(TORCH_DTYPES[target]))
+    for each in (text, text.decode(), memoryview(text)):
+        assert decode64(each, target, 500, 3000) == expected
+    npy = base64.b64encode(files.npy_file(tensor.float().numpy()))
+    assert decode64(npy, target, 500, 3000) == expected
+
+
+@pytest.mark.parametrize("at", [10, 700_000, 2_000_001, -3])
+def test_base64_in_pieces_is_strict(at: int) -> None:
+    payload = save({"a": rows(3000, 500, dtype="bfloat16")})
+    text = base64.b64encode(payload)
+    at %= len(text)
+    broken = [text[:at] + other + text[at + 1 :] for other in (b"!", b"\n", b"-", b"\xff")] + [
+        text[:at] + text[at + 1 :]
+    ]
+    broken.append(text[: at // 4 * 4] + b"AA==" + text[at // 4 * 4 + 4 :])
+    for each in broken[: None if at < len(text) - 4 else -1]:
+        refusal(partial(decode64, each, "bfloat16", 500, 3000), "base64|header|not known")
+    for cut, found in ((text[:-4], "header promises"), (text + b"AAAA", "header promises|base64")):
+        refusal(partial(decode64, cut, "bfloat16", 500, 3000), found)
 
 
 def test_equal_rows_have_equal_digests_whatever_sent_them() -> None:

@@ -331,3 +331,24 @@ def test_nothing_is_written_into_another_answer(server: ServerProcess) -> None:
             answer += data
     assert answer.count(b"HTTP/1.1") == 1
     assert b"[DONE]" not in answer
+
+
+class Cycle:
+    """Of uvicorn's, what receives a body."""
+
+    def __init__(self) -> None:
+        self.body: bytes | bytearray = bytearray()
+
+
+def test_large_pieces_of_a_body_are_not_copied() -> None:
+    protocol = LimitedHttpProtocol.__new__(LimitedHttpProtocol)
+    small, large = b"a" * 100, b"b" * 100_000
+    for pieces in ([large], [small], [large, small], [small, large, large], [large, large, small], [small] * 5):
+        cycle = Cycle()
+        protocol.cycle = cycle  # type: ignore[assignment]
+        for piece in pieces:
+            protocol._spare_copies(len(piece))
+            cycle.body += piece
+        assert bytes(cycle.body) == b"".join(pieces)
+        assert (bytes(cycle.body) is large) == (pieces == [large])
+        assert isinstance(cycle.body, bytes) == (pieces == [large])  # else adding again and again would copy all of it

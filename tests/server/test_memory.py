@@ -26,11 +26,8 @@ SLACK = 20 << 20
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     script = Script(model=str(tiny_model("llama")), max_model_len=2 * ROWS, step_seconds=0.1)
-    with pytest.MonkeyPatch.context() as patch:
-        # Without it glibc keeps up to 64 MiB of what was freed, depending on what was freed before.
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
-        with ServerProcess(script, tmp_path_factory.mktemp("server"), max_json_bytes=64 << 20) as server:
-            yield server.wait_ready()
+    with ServerProcess(script, tmp_path_factory.mktemp("server"), max_json_bytes=64 << 20) as server:
+        yield server.wait_ready()
 
 
 def status_bytes(pid: int, name: str) -> int:

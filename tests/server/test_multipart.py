@@ -14,18 +14,19 @@ import httpx
 import pytest
 
 from server.errors import APIError, InvalidRequest
-from server.multipart import MAX_FIELDS, MAX_HEADER_BYTES, MAX_NAME_CHARS, Fields, _Reader, read_fields
+from server.multipart import MAX_FIELDS, MAX_HEADER_BYTES, MAX_NAME_CHARS, _Reader, read_fields
 
 BOUNDARY = "frontier"
 TYPE = f"multipart/form-data; boundary={BOUNDARY}"
 
 
-def read(chunks: Sequence[bytes], content_type: str = TYPE) -> Fields:
+def read(chunks: Sequence[bytes], content_type: str = TYPE) -> dict[str, bytes]:
     async def stream() -> AsyncIterator[bytes]:
         for chunk in chunks:
             yield chunk
 
-    return asyncio.run(read_fields(stream(), content_type))
+    fields = asyncio.run(read_fields(stream(), content_type))
+    return {name: bytes(value) for name, value in fields.items() if isinstance(value, memoryview)}
 
 
 def field(name: str, value: bytes, *headers: str) -> bytes:

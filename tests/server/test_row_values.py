@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.row_values import BLOCK_BYTES, cast_rows, row_digests
+from server.row_values import BLOCK_BYTES, MAX_GROUP_ROWS, cast_rows, row_digests
 from tests.server import embedding_files as files
 from tests.server.embedding_files import TORCH_DTYPES, refusal
 
@@ -134,11 +134,32 @@ def test_digests_are_of_the_rows_bytes(row_bytes: int) -> None:
         assert len({found[at : at + 16] for at in range(0, len(found), 16)}) == rows
 
 
-@pytest.mark.parametrize("row_bytes", [100, 1152, 2048])
-def test_digests_of_many_short_rows(row_bytes: int) -> None:
-    """More than are hashed at a stretch, and not a multiple of that."""
-    data = np.random.default_rng(0).bytes((1_300_000 // row_bytes + 1) * row_bytes)
-    assert row_digests(memoryview(data), row_bytes) == files.digests(data, row_bytes)
+@pytest.mark.parametrize("row_bytes", [100, 1152, 2048, 5000, 300_000])
+def test_digests_of_many_rows(row_bytes: int) -> None:
+    """Through groups of every size, the last one not a whole one."""
+    data = np.random.default_rng(0).bytes((5_300_000 // row_bytes + 1) * row_bytes)
+    found = row_digests(memoryview(data), row_bytes)
+    assert found == files.digests(data, row_bytes)
+    assert len({found[at : at + 16] for at in range(0, len(found), 16)}) == len(data) // row_bytes
+
+
+@pytest.mark.parametrize("row_bytes", [2, 1024, 2048, 4096])
+def test_where_an_embedding_is_cut_changes_no_digest(row_bytes: int) -> None:
+    rows = 5 * MAX_GROUP_ROWS + 3
+    data = memoryview(np.random.default_rng(0).bytes(row_bytes * rows))
+    whole = row_digests(data, row_bytes)
+    for at in range(0, rows, MAX_GROUP_ROWS):
+        assert row_digests(data[at * row_bytes :], row_bytes, at) == whole[at * 16 :]
+
+
+@pytest.mark.parametrize("row_bytes", [128, 2048, 4096, 8192])
+def test_what_begins_alike_shares_nearly_all_of_it(row_bytes: int) -> None:
+    data = np.random.default_rng(0).bytes(700 * row_bytes)
+    whole = row_digests(memoryview(data), row_bytes)
+    for rows in (1, 5, 33, 100, 640):
+        shared = row_digests(memoryview(data[: rows * row_bytes]), row_bytes)
+        lost = next((at for at in range(rows) if shared[at * 16 : at * 16 + 16] != whole[at * 16 : at * 16 + 16]), rows)
+        assert rows - lost < max(4, rows / 16)
 
 
 def test_every_row_counts_and_so_does_its_place() -> None:

@@ -163,8 +163,10 @@ def test_the_other_forms_have_the_same_rows() -> None:
         yield b"".join(request.body)
 
     fields = asyncio.run(read_fields(stream(), request.content_type))
-    assert bytes(fields["rows"]) == whole
-    assert json.loads(bytes(fields["request"]))["prompt"] == [{"type": "prompt_embeds", "part": "rows"}]
+    rows, text = fields["rows"], fields["request"]
+    assert isinstance(rows, memoryview) and isinstance(text, memoryview)
+    assert bytes(rows) == whole
+    assert json.loads(bytes(text))["prompt"] == [{"type": "prompt_embeds", "part": "rows"}]
     stored = replace(StoredEmbeds(COMMON, 40, 16, "float32"), id="emb_1")
     own, rest = body(stored.prepare(3))["prompt"]
     assert rest == {"type": "prompt_embeds", "id": "emb_1"}

@@ -1,0 +1,127 @@
+"""A tensor file on its way: what has come of it is checked, cast, hashed and put where the runner reads it, while the
+rest is still to come. Filled by `multipart` and `request_body`, read by `inputs`.
+
+Files begin with a header that says where the values are (safetensors, .npy): once that is there, each piece of rows is
+made by a thread as soon as its last byte has come. What is small, or has no such header, or is not right, is gathered
+and judged as a whole by `embeddings`, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+from server.embeddings import decode_embedding, layout_of
+from server.file_tensor import ITEM_BYTES, EmbeddingError, FileLayout, RowLimits
+from server.pages import SMALL_BYTES, Gathered
+from server.request_context import note_decoding
+from server.row_memory import Run
+from server.row_pieces import RowPieces, threads
+from server.rows import Rows
+
+_SMALL_RUN = 4096
+"""A parser that finds something like a boundary everywhere gives a body out by a few bytes: these are put together."""
+
+
+class ArrivingFile:
+    """`add` what comes, then `rows`; and `close`, whatever happens. On the event loop."""
+
+    def __init__(self, hidden_size: int, dtype: str, max_rows: int) -> None:
+        """`hidden_size`, `dtype`: the model's. `max_rows`: of the largest embedding that can be meant."""
+        self._limits, self._dtype = RowLimits(hidden_size, max_rows), dtype
+        self._gathered = Gathered()
+        """All that came, until the values are made into rows as they come."""
+        self._values: _ArrivingValues | None = None
+        self._looked = False
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """`chunk`: not changed any more."""
+        if self._values is not None:
+            self._values.add(memoryview(chunk))
+            return
+        self._gathered.add(chunk)
+        if not self._looked and len(self._gathered) > SMALL_BYTES:  # more than any header has
+            self._looked = True
+            self._begin()
+
+    def _begin(self) -> None:
+        head = self._gathered.view
+        try:
+            layout = layout_of(head, self._limits)
+        except EmbeddingError:  # to be told at the end, when it is known which part of the prompt it is
+            return
+        if layout is not None and layout.num_rows * self._limits.hidden_size * ITEM_BYTES[self._dtype] > SMALL_BYTES:
+            self._values = _ArrivingValues(layout, self._limits.hidden_size, self._dtype)
+            self._values.add(head[layout.start :])
+            self._gathered = Gathered()
+
+    async def rows(self, max_rows: int) -> Rows:
+        """Once, when all has come. Raises EmbeddingError (TooManyRows for more than `max_rows`), or Unavailable."""
+        limits = self._limits
+        values, self._values = self._values, None
+        if values is None:
+            payload, self._gathered = self._gathered.view, Gathered()
+            return await asyncio.to_thread(
+                decode_embedding, payload, hidden_size=limits.hidden_size, dtype=self._dtype, max_rows=max_rows
+            )
+        RowLimits(limits.hidden_size, max_rows).num_rows(values.shape)
+        return await values.rows()
+
+    def close(self) -> None:
+        """Lets go of everything. What has been taken by `rows` is not of it any more."""
+        self._gathered = Gathered()
+        if self._values is not None:
+            self._values.close()
+            self._values = None
+
+
+class _ArrivingValues:
+    def __init__(self, layout: FileLayout, hidden_size: int, dtype: str) -> None:
+        self._layout = layout
+        self.shape = (layout.num_rows, hidden_size)
+        self._pieces = RowPieces(layout.num_rows, hidden_size, layout.dtype, dtype)
+        self._size = layout.num_rows * self._pieces.source_bytes
+        self._come = 0
+        self._next = 0
+        """The piece that is coming."""
+        self._runs: list[Run] = []
+        """What has come of it."""
+        self._made: list[Future[None]] = []
+
+    def add(self, chunk: memoryview) -> None:
+        while chunk and self._come < self._size:
+            _, end = self._pieces.span(self._next)
+            run = chunk[: end - self._come]
+            self._add_run(run)
+            self._come += len(run)
+            chunk = chunk[len(run) :]
+            if self._come == end:
+                self._make()
+        self._come += len(chunk)  # more than was promised: counted, and no longer held
+
+    def _add_run(self, run: memoryview) -> None:
+        if len(run) >= _SMALL_RUN:
+            self._runs.append(run)
+        elif self._runs and isinstance(self._runs[-1], bytearray):
+            self._runs[-1] += run
+        else:
+            self._runs.append(bytearray(run))
+
+    def _make(self) -> None:
+        runs, self._runs = self._runs, []
+        self._made.append(threads.submit(self._pieces.make, self._next, runs))
+        self._next += 1
+
+    async def rows(self) -> Rows:
+        if self._come != self._size:
+            raise EmbeddingError(self._layout.wrong_size(self._size, self._come))
+        # Not before the end: each of them would wake the event loop, which has a body to receive.
+        await asyncio.gather(*(asyncio.wrap_future(each) for each in self._made if not each.done()))
+        note_decoding(self._pieces.seconds)
+        return self._pieces.rows()
+
+    def close(self) -> None:
+        self._runs = []
+        for future in self._made:
+            future.cancel()  # if it has not begun
+        self._made = []

@@ -1,0 +1,148 @@
+"""The rows of one embedding, made in pieces of about a megabyte: checked, cast to the model's dtype, hashed, and put
+into memory that the runner can read. Pieces are made by a few threads, in any order, those of a body while the rest of
+it is still on its way. Called by `embeddings` and `arriving_file`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from server.errors import Unavailable
+from server.file_tensor import ITEM_BYTES, EmbeddingError
+from server.pages import discard
+from server.row_memory import RowMemory, Run, SharedMemory, row_memory
+from server.row_values import MAX_GROUP_ROWS, cast_rows, row_digests
+from server.rows import Rows
+
+PIECE_BYTES = 1 << 20
+_THREADS = 4
+"""What one core receives, two hash."""
+
+threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="rows")
+"""None before they are needed."""
+
+
+class RowPieces:
+    """`make` every piece, then take `rows`. `source`: the file's dtype, `target`: the model's."""
+
+    def __init__(self, num_rows: int, hidden_size: int, source: str, target: str) -> None:
+        self.source_bytes = hidden_size * ITEM_BYTES[source]
+        """Of a row in the file."""
+        self._row_bytes = hidden_size * ITEM_BYTES[target]
+        self._num_rows, self._hidden_size, self._source, self._target = num_rows, hidden_size, source, target
+        groups = max(1, PIECE_BYTES // (MAX_GROUP_ROWS * self.source_bytes))
+        # Whole groups of any size, so that a row's digest doesn't depend on how the file was cut.
+        self.rows_per_piece = groups * MAX_GROUP_ROWS
+        self.count = -(-num_rows // self.rows_per_piece)
+        self._memory: RowMemory = row_memory(num_rows * self._row_bytes)
+        self._digests: list[bytes] = [b""] * self.count
+        self._refusals: dict[int, str] = {}
+        """What is wrong with which piece. (An exception would lead to its frames, and these to the memory.)"""
+        self._has_no_memory = False
+        self._seconds = [0.0] * self.count
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Of the piece in the file's values: its first byte, and the byte behind its last."""
+        first = index * self.rows_per_piece
+        last = min(first + self.rows_per_piece, self._num_rows)
+        return first * self.source_bytes, last * self.source_bytes
+
+    def make(self, index: int, values: Sequence[Run]) -> None:
+        """`values`: the piece's bytes, in one or several runs. Raises Unavailable where there is no memory."""
+        if self._refusals or self._has_no_memory:
+            return
+        started = time.perf_counter()
+        first_row = index * self.rows_per_piece
+        try:
+            if self._source == self._target:
+                self._take(first_row, values)
+            else:
+                self._cast(first_row, values)
+        except EmbeddingError as error:
+            self._refusals[index] = str(error)
+        except OSError:
+            self._has_no_memory = True
+        for each in values:
+            discard(memoryview(each))
+        self._seconds[index] = time.perf_counter() - started
+
+    def _take(self, first_row: int, values: Sequence[Run]) -> None:
+        """Rows that are in the model's dtype already."""
+        offset = first_row * self._row_bytes
+        self._memory.write(offset, values)
+        if len(values) == 1:
+            rows = memoryview(values[0])
+        else:
+            rows = _buffer("joined", sum(map(len, values)))
+            self._memory.read(offset, rows)
+        cast_rows(rows, self._hidden_size, self._source, self._target, first_row=first_row)
+        self._hash(first_row, rows)
+
+    def _cast(self, first_row: int, values: Sequence[Run]) -> None:
+        data = memoryview(values[0]) if len(values) == 1 else _joined(values)
+        out = _buffer("cast", len(data) // self.source_bytes * self._row_bytes)
+        rows = cast_rows(data, self._hidden_size, self._source, self._target, first_row=first_row, out=out)
+        self._hash(first_row, rows)
+        self._memory.write(first_row * self._row_bytes, [rows])
+
+    def _hash(self, first_row: int, rows: memoryview) -> None:
+        self._digests[first_row // self.rows_per_piece] = row_digests(rows, self._row_bytes, first_row)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on them, in all threads together."""
+        return sum(self._seconds)
+
+    def rows(self) -> Rows:
+        """Raises EmbeddingError (that of the first piece that has one), or Unavailable where there was no memory."""
+        if self._has_no_memory:
+            raise Unavailable("The server has no memory for these rows.", retry_after=1)
+        if self._refusals:
+            raise EmbeddingError(self._refusals[min(self._refusals)])
+        memory = self._memory
+        shared = memory if isinstance(memory, SharedMemory) else None
+        digests = b"".join(self._digests)
+        return Rows(memory.view, self._num_rows, self._hidden_size, self._target, digests, shared=shared)
+
+
+def make_all(pieces: RowPieces, values: Callable[[int, int], Sequence[Run]]) -> Rows:
+    """All of them at once, from a thread that waits for it. `values`: gives the bytes from … to of the file's values,
+    in one or several runs. Raises EmbeddingError, what `values` raises, and Unavailable."""
+
+    def make(index: int) -> None:
+        pieces.make(index, values(*pieces.span(index)))
+
+    if pieces.count == 1:
+        make(0)
+    else:
+        for _ in threads.map(make, range(pieces.count)):
+            pass
+    return pieces.rows()
+
+
+_local = threading.local()
+
+
+def _buffer(name: str, size: int) -> memoryview:
+    """[size] bytes of this thread's, for as long as it makes one piece: memory of its own would have to be asked for
+    again each time."""
+    buffer: memoryview | None = getattr(_local, name, None)
+    if buffer is None or len(buffer) < size:
+        buffer = np.empty(max(size, PIECE_BYTES), np.uint8).data
+        setattr(_local, name, buffer)
+    return buffer[:size]
+
+
+def _joined(values: Sequence[Run]) -> memoryview:
+    joined = _buffer("joined", sum(map(len, values)))
+    target, at = np.frombuffer(joined, np.uint8), 0
+    for each in values:
+        target[at : at + len(each)] = np.frombuffer(each, np.uint8)  # without the GIL
+        at += len(each)
+    return joined

@@ -1,0 +1,161 @@
+"""Tensor files that come in pieces of any size are the rows that they are as a whole, and are refused alike."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from server.arriving_file import ArrivingFile
+from server.embeddings import EmbeddingError, decode_embedding
+from server.file_tensor import TooManyRows
+from server.rows import Rows
+from tests.server import embedding_files as files
+from tests.server.embedding_files import TORCH_DTYPES
+
+HIDDEN = 1000
+"""A row is no power of two, and not a whole number of words of the cache."""
+ROWS = 1200
+"""2.4 or 4.8 MB."""
+
+
+def arrive(chunks: Sequence[bytes], target: str = "bfloat16", max_rows: int = ROWS, hidden: int = HIDDEN) -> Rows:
+    async def run() -> Rows:
+        file = ArrivingFile(hidden, target, ROWS)
+        for chunk in chunks:
+            file.add(chunk)
+        return await file.rows(max_rows)
+
+    return asyncio.run(run())
+
+
+def cut(data: bytes, *sizes: int) -> list[bytes]:
+    """In pieces of these sizes in turn, until the last byte."""
+    pieces: list[bytes] = []
+    at = 0
+    while at < len(data):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(data[at : at + size])
+        at += size
+    return pieces
+
+
+def npy(tensor: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    np.save(file, tensor.numpy())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("source", TORCH_DTYPES)
+@pytest.mark.parametrize("target", TORCH_DTYPES)
+def test_the_rows_are_torchs(source: str, target: str) -> None:
+    tensor = files.rows(ROWS, HIDDEN, dtype=source)
+    payload = safetensors.torch.save({"rows": tensor}, {"a": "b" * 5})
+    expected = files.raw(tensor.to(TORCH_DTYPES[target]))
+    for chunks in (cut(payload, 262_144), cut(payload, 70_001, 3, 65_536), [payload]):
+        found = arrive(chunks, target)
+        assert found.data == expected
+        assert (found.num_rows, found.hidden_size, found.dtype) == (ROWS, HIDDEN, target)
+        assert found.digests == files.digests(expected, len(expected) // ROWS)
+        assert found == decode_embedding(payload, hidden_size=HIDDEN, dtype=target, max_rows=ROWS)
+
+
+def test_other_formats() -> None:
+    tensor = files.rows(ROWS, HIDDEN)
+    for payload in (npy(tensor), files.torch_file(tensor)):
+        assert arrive(cut(payload, 100_000), "float32").data == files.raw(tensor)
+
+
+def test_a_small_one() -> None:
+    tensor = files.rows(3, HIDDEN)
+    assert arrive(cut(safetensors.torch.save({"a": tensor}), 100), "float32").data == files.raw(tensor)
+
+
+def test_by_single_bytes() -> None:
+    """What a parser finds in a body that looks like its boundary everywhere: nothing is kept for each byte."""
+    tensor = files.rows(400, HIDDEN, dtype="bfloat16")
+    payload = safetensors.torch.save({"a": tensor})
+    assert arrive([*cut(payload[:400_000], 1), *cut(payload[400_000:], 1, 5000)]).data == files.raw(tensor)
+
+
+@pytest.mark.parametrize("row", [0, 700, ROWS - 1])
+def test_the_first_row_that_is_not_finite_is_named(row: int) -> None:
+    tensor = files.rows(ROWS, HIDDEN, dtype="bfloat16")
+    tensor[row, 17] = tensor[-1, 3] = float("nan")
+    payload = safetensors.torch.save({"a": tensor})
+    with pytest.raises(EmbeddingError, match=f"^row {row} of the prompt embedding contains NaN"):
+        arrive(cut(payload, 100_000))
+
+
+def wrong() -> dict[str, bytes]:
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    size = int.from_bytes(payload[:8], "little")
+    return {
+        "cut": payload[:-1],
+        "cut in the first piece": payload[:500_000],
+        "longer": payload + b"x",
+        "much longer": payload + bytes(700_000),
+        "two tensors": safetensors.torch.save({"a": torch.zeros(ROWS, 500), "b": torch.zeros(ROWS, 500)}),
+        "another width": safetensors.torch.save({"a": torch.zeros(ROWS, HIDDEN + 1)}),
+        "too many rows": safetensors.torch.save({"a": torch.zeros(ROWS + 1, HIDDEN)}),
+        "a header without end": (1 << 40).to_bytes(8, "little") + payload[8:],
+        "a long header": (100_000).to_bytes(8, "little") + payload[8:],
+        "no JSON": payload[:8] + b"{" + random.Random(0).randbytes(size - 1) + payload[8 + size :],
+        "nothing": random.Random(0).randbytes(1 << 20),
+        "a pickle": b"\x80" + bytes(1 << 20),
+    }
+
+
+@pytest.mark.parametrize("kind", wrong())
+def test_it_is_refused_as_a_whole_one_is(kind: str) -> None:
+    payload = wrong()[kind]
+    with pytest.raises(EmbeddingError) as expected:
+        decode_embedding(payload, hidden_size=HIDDEN, dtype="bfloat16", max_rows=ROWS)
+    with pytest.raises(EmbeddingError) as found:
+        arrive(cut(payload, 99_999))
+    assert str(found.value) == str(expected.value)
+    assert type(found.value) is type(expected.value)
+
+
+def test_more_rows_than_the_prompt_has_room_for() -> None:
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(TooManyRows, match=f"{ROWS} rows; at most {ROWS - 1}"):
+        arrive(cut(payload, 99_999), max_rows=ROWS - 1)
+
+
+def test_one_that_is_given_up_leaves_nothing_to_do() -> None:
+    async def run() -> None:
+        for size in (100, 700_000, 2_000_000):
+            file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+            file.add(payload[:size])
+            file.close()
+            file.close()
+
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    asyncio.run(run())
+    assert arrive([payload]).num_rows == ROWS  # the threads are there for others
+
+
+def test_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwritev", refuse)
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(Exception, match="no memory for these rows") as caught:
+        arrive(cut(payload, 99_999))
+    assert getattr(caught.value, "status", 0) == 503
+
+
+def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create")
+    tensor = files.rows(ROWS, HIDDEN)
+    found = arrive(cut(safetensors.torch.save({"a": tensor}), 99_999), "float16")
+    assert found.shared is None
+    assert found.data == files.raw(tensor.half())

@@ -1,0 +1,146 @@
+"""Memory that the runner maps: what is written is what it finds, for as long as either side has it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.messages import SharedRows, Span
+from runner.shared_rows import RowsGone, can_share, map_rows, with_shared
+from server.pages import SMALL_BYTES
+from server.row_memory import PrivateMemory, SharedMemory, probe_memory, row_memory
+from tests.server.harness import eventually
+
+SIZE = 3 * SMALL_BYTES + 5
+
+
+def filled() -> tuple[SharedMemory, bytes]:
+    data, memory = np.random.default_rng(0).bytes(SIZE), SharedMemory(SIZE)
+    for start in range(0, SIZE, 100_000):
+        part = memoryview(data)[start : start + 100_000]
+        memory.write(start, [part[:30_000], bytearray(part[30_000:])])
+    return memory, data
+
+
+def mapped() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_what_is_written_is_found_there() -> None:
+    memory, data = filled()
+    assert memory.view == data
+    assert memory.view.readonly
+    assert map_rows(memory.told, SIZE) == data
+    assert map_rows(memory.told, SIZE).readonly
+
+
+@pytest.mark.parametrize("make", [SharedMemory, PrivateMemory])
+def test_many_runs_in_one(make: type[SharedMemory] | type[PrivateMemory]) -> None:
+    """More than the system takes at once."""
+    data, memory = np.random.default_rng(0).bytes(9_000), make(SIZE)
+    memory.write(5, [memoryview(data)[at : at + 3] for at in range(0, 9_000, 3)])
+    into = memoryview(bytearray(9_000))
+    memory.read(5, into)
+    assert into == data
+    assert memory.view[5:9_005] == data
+
+
+def test_a_system_that_takes_less_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwritev, os.preadv
+    monkeypatch.setattr("os.pwritev", lambda file, runs, at: write(file, [runs[0][:70_000]], at))
+    monkeypatch.setattr("os.preadv", lambda file, runs, at: read(file, [runs[0][:70_000]], at))
+    memory, data = filled()
+    into = memoryview(bytearray(SIZE))
+    memory.read(0, into)
+    assert into == memory.view == data
+
+
+def test_the_runner_has_it_after_the_worker_has_let_go() -> None:
+    memory, data = filled()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    rows = map_rows(memory.told, SIZE)
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # thousands of stored embeddings take none
+    del memory
+    eventually(lambda: len(os.listdir("/proc/self/fd")) < descriptors)
+    assert rows == data
+    assert "intarsia-rows" in mapped()
+    part = np.frombuffer(rows, np.uint8)[5:10]
+    del rows
+    assert part.tobytes() == data[5:10]
+    del part
+    eventually(lambda: "intarsia-rows" not in mapped())
+
+
+def test_a_file_that_is_another_by_now_is_refused() -> None:
+    memory, _ = filled()
+    told = memory.told
+    for other in (
+        SharedRows(told.process, told.descriptor, told.inode + 1),
+        SharedRows(told.process, 99_999, told.inode),
+        SharedRows(2**30, told.descriptor, told.inode),
+    ):
+        with pytest.raises(RowsGone):
+            map_rows(other, SIZE)
+    for size in (SIZE - 1, SIZE + 1, 0, -1):
+        with pytest.raises(RowsGone):
+            map_rows(told, size)
+
+
+def test_where_nothing_more_can_be_mapped_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoMapping:
+        @staticmethod
+        def mmap(*args: object) -> int:
+            return 2**64 - 1
+
+    monkeypatch.setattr("runner.shared_rows._libc", NoMapping)
+    memory, data = filled()
+    assert map_rows(memory.told, SIZE) == data
+
+
+def test_the_probe_tells_whether_it_works() -> None:
+    probe = probe_memory()
+    assert probe is not None
+    assert can_share(probe.told)
+    assert not can_share(None)
+    assert not can_share(SharedRows(probe.told.process, probe.told.descriptor, probe.told.inode + 1))
+    other = SharedMemory(len(probe.view))
+    assert not can_share(other.told)
+
+
+def test_rows_are_put_into_their_places() -> None:
+    memory, data = filled()
+    spans = (Span(0, 1), Span(1, 1, shared=memory.told), Span(2, 1, stored="emb_a"))
+    frames = [memoryview(each) for each in (b"ids", b"digests", b"rows", b"", b"")]
+    assert with_shared(spans, frames, SIZE) == [b"ids", b"digests", b"rows", data, b""]
+    assert with_shared(spans[:1], frames[:3], SIZE) == frames[:3]
+
+
+def test_it_can_neither_grow_nor_shrink() -> None:
+    """Whoever maps it may read all of it."""
+    memory, _ = filled()
+    for size in (0, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.told.descriptor, size)
+
+
+def test_what_is_small_is_sent() -> None:
+    assert isinstance(row_memory(SMALL_BYTES), PrivateMemory)
+    assert isinstance(row_memory(SMALL_BYTES + 1), SharedMemory)
+
+
+def test_without_descriptors_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    memory = row_memory(SMALL_BYTES + 1)
+    assert isinstance(memory, PrivateMemory)
+    memory.write(1, [memoryview(b"a"), bytearray(b"bc")])
+    assert bytes(memory.view[:5]) == b"\0abc\0"
+    with contextlib.suppress(OSError):
+        SharedMemory(5)  # its destructor finds nothing to close
