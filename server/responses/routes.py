@@ -169,13 +169,17 @@ class _Keeper:
         return cls(services.responses, data if keeps else b"", previous, keeps=keeps, replaces=replaces)
 
     async def keep(self, body: Mapping[str, Any], data: bytes) -> bool:
-        """Whether it is kept: it may have become too large. The client gets it either way."""
+        """Whether it is kept: it may have become too large. The client gets it either way, but in the background: there
+        it is kept however long the runner takes."""
         if not self.keeps:
             return False
         turns = self._turns + b"\n" + msgspec.json.encode(turns_of_output(body["output"]))
         try:
-            return not await self._store.put(body["id"], data, turns, self._previous, replaces=self._replaces)
-        except APIError:  # the runner does not take it
+            problem = await self._store.put(
+                body["id"], data, turns, self._previous, replaces=self._replaces, surely=self._replaces
+            )
+            return not problem
+        except APIError:  # the runner does not take it, or has gone
             return False
 
 

@@ -36,14 +36,17 @@ class ResponseStore:
         *,
         will: bytes = b"",
         replaces: bool = False,
+        surely: bool = False,
     ) -> StoreProblem:
         """Keep a response, as JSON, and what it adds to the conversation that `previous` is in: empty while nobody can
         go on from it. `will`: what it becomes if this process dies. `replaces`: only if it is kept already.
+        `surely`: however long the runner takes; raises nothing but EngineFailed then.
 
         Returns what is in the way: `too_large`, `not_found`, or nothing.
         """
         owner, before = current_client(), previous or ""
-        reply, _ = await self._questions.ask(
+        ask = self._questions.ask_surely if surely else self._questions.ask
+        reply, _ = await ask(
             lambda number: PutRecord(self._worker, number, owner, response_id, before, replaces),
             *((body, turns, will) if will else (body, turns)),
         )
@@ -74,7 +77,9 @@ class ResponseStore:
             )
         return None if reply.problem else frames
 
-    async def delete(self, response_id: str) -> bool:
+    async def delete(self, response_id: str, *, surely: bool = False) -> bool:
+        """Whether it was there. `surely`: as for `put`."""
         owner = current_client()
-        reply, _ = await self._questions.ask(lambda number: DeleteRecord(self._worker, number, owner, response_id))
+        ask = self._questions.ask_surely if surely else self._questions.ask
+        reply, _ = await ask(lambda number: DeleteRecord(self._worker, number, owner, response_id))
         return not reply.problem
