@@ -307,6 +307,8 @@ async def _from_text_or_ids(
         # Of a text that may have been cut, an echo shows what is left.
         text = value if truncation is None else None
     else:
+        if truncation is None:
+            _check_rows(len(value), services, "prompt")  # two million are counted in no time, but not looked at
         check_token_ids(value, services.model.vocab_size, "prompt")
         token_ids, text = value if truncation is None else truncation.of_ids(value), None
     if not token_ids:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from server.errors import ContextLengthExceeded
 from server.inputs import completion_prompts
 from server.schemas import CompletionRequest, parse
 from tests.server.fakes import FakeEngine, say, services
@@ -27,3 +30,10 @@ def test_the_loop_has_its_turn_between_many_lists_of_ids() -> None:
 
     assert asyncio.run(main()) == 256
     assert turns >= 32
+
+
+def test_ids_that_are_too_many_are_not_looked_at() -> None:
+    """They may be millions."""
+    request = parse(CompletionRequest, {"prompt": [[5], [2**40] * 1000]})
+    with pytest.raises(ContextLengthExceeded):
+        asyncio.run(completion_prompts(request, services(FakeEngine(say("x")))))
