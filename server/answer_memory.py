@@ -1,6 +1,6 @@
 """Memory that answers hold, beside the body that they answer and what they have sent: rows on their way out
-(`rows_out`), what is kept of a response's input, and what the runner keeps while it is read again: responses, and the
-conversations before them. Bounded for each API process.
+(`rows_out`), what is kept of a response's input and told of its request, and what the runner keeps while it is read
+again: responses, and the conversations before them. Bounded for each API process.
 
 Used by the routes; part of `services`.
 """
@@ -53,7 +53,7 @@ class AnswerMemory:
 
     def _take(self, nbytes: int) -> None:
         if self.used and self.used + nbytes > self._capacity:
-            raise QueueFull("Too many rows or conversations are held for answers that have not ended.")
+            raise QueueFull("Too much is held for answers that have not ended: rows, conversations, responses.")
         self.used += nbytes
 
     def _give_back(self, nbytes: int) -> None:

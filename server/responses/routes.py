@@ -39,6 +39,8 @@ _CANCEL_SECONDS = 10.0
 _CANCEL_POLL_SECONDS = 0.02
 """Until it is looked at for the first time, then twice as long each time."""
 _MAX_POLL_SECONDS = 0.5
+_HEADS = 3
+"""What a response tells of its request is held, and sent in a stream's first two events."""
 _INLINE_BYTES = 256 * 1024
 """A conversation up to this size is read in less time than a thread takes to wake up."""
 
@@ -131,6 +133,7 @@ async def _open(request: ResponseRequest, turns: Sequence[Turn], keeper: _Keeper
         with errors_in_our_words():
             chat = await opening
     head = ResponseHead.new(response_id, request, services, stored=keeper.keeps)
+    services.answer_memory.reserve(_HEADS * head.nbytes)
     return ResponseAnswer(chat, head, services, keeper.keep)
 
 

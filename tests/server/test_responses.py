@@ -393,14 +393,34 @@ def test_a_full_queue() -> None:
 
 
 def test_the_input_that_responses_hold_until_they_end_is_bounded() -> None:
-    given = given_services(FakeEngine(say("x")), answer_memory=AnswerMemory(1000))
+    given = given_services(FakeEngine(say("x")), answer_memory=AnswerMemory(3000))
     client, asked = Api(given), {"input": "x" * 600, "background": True}
-    given.answer_memory.used = 500  # others'
+    given.answer_memory.used = 2500  # others'
     refused = client.post(ROUTE, asked)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert given.answer_memory.used == 500
+    assert given.answer_memory.used == 2500
     given.answer_memory.used = 0
     assert client.post(ROUTE, asked).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_responses_tell_of_their_requests_is_bounded_too(stream: bool) -> None:
+    """A description of which the model is not told costs no token, and is held until its response ends."""
+    engine, memory = FakeEngine(say("x")), AnswerMemory(400_000)
+    app = within_request(application(given_services(engine, answer_memory=memory)))
+    tools = [{"type": "function", "name": "f", "description": "x" * 100_000}]
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post(
+                ROUTE, json={"input": "x", "tools": tools, "tool_choice": "none", "stream": stream}
+            )
+
+    assert asyncio.run(ask()).status_code == 200
+    assert memory.used == 0
+    memory.used = 200_000  # others'
+    assert asyncio.run(ask()).status_code == 429
+    assert memory.used == 200_000
 
 
 class WaitingHarness(RecordsHarness):
