@@ -29,8 +29,9 @@ class UpgradeFreeParser:
         self._parser = parser
         self._protocol = protocol
         self._ends = False
+        self._keeps_alive = True
         self.is_resuming = False
-        """The parser reads a head of ours, after which it takes the body for one."""
+        """A parser reads a head of ours, after which it takes the body for one."""
 
     @property
     def holds_end(self) -> bool:
@@ -55,6 +56,11 @@ class UpgradeFreeParser:
             self._protocol.on_message_complete()
             self._ends = False
             return
+        if not self._keeps_alive:
+            framing.append((b"connection", b"close"))
+        # A new one: where the connection is not kept alive, the other takes nothing any more.
+        self._parser = httptools.HttpRequestParser(self._protocol)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
         self.is_resuming = True
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % each for each in framing))
         self.is_resuming = False
@@ -63,7 +69,8 @@ class UpgradeFreeParser:
         return False
 
     def should_keep_alive(self) -> bool:
-        return bool(self._parser.should_keep_alive())
+        self._keeps_alive = bool(self._parser.should_keep_alive())
+        return self._keeps_alive
 
     def get_method(self) -> bytes:
         return bytes(self._parser.get_method())

@@ -344,10 +344,13 @@ def test_a_body_behind_an_upgrade_is_the_request_s(
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES, ids=["h2c", "websocket"])
-def test_a_client_that_offers_another_protocol_is_answered(server: ServerProcess, upgrade: bytes) -> None:
+@pytest.mark.parametrize(("version", "more"), [(b"1.1", b""), (b"1.1", b"Connection: close\r\n"), (b"1.0", b"")])
+def test_a_client_that_offers_another_protocol_is_answered(
+    server: ServerProcess, upgrade: bytes, version: bytes, more: bytes
+) -> None:
     body = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-    status, answer = exchange(server, head % len(body) + upgrade + b"\r\n" + body)
+    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    status, answer = exchange(server, head % (version, len(body)) + more + upgrade + b"\r\n" + body)
     assert (status, answer["object"]) == (200, "text_completion")
 
 
