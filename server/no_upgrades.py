@@ -8,6 +8,7 @@ connection that a proxy may share among clients.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +18,8 @@ import httptools
 class Callbacks(Protocol):
     """What is called of the protocol, which otherwise is called by the parser."""
 
-    headers: Sequence[tuple[bytes, bytes]]
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
 
     def on_message_complete(self) -> None: ...
 
@@ -60,7 +62,8 @@ class UpgradeFreeParser:
             framing.append((b"connection", b"close"))
         # A new one: where the connection is not kept alive, the other takes nothing any more.
         self._parser = httptools.HttpRequestParser(self._protocol)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        with contextlib.suppress(AttributeError):  # httptools < 0.6.3
+            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
         self.is_resuming = True
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % each for each in framing))
         self.is_resuming = False
