@@ -59,7 +59,7 @@ RejectReason = Literal["queue_full", "rows_full", "invalid", "tokens_full", "con
 StoreProblem = Literal["", "not_found", "too_large", "full", "invalid", "rate_limit"]
 
 MAX_RECORD_BYTES = 8 << 20
-"""Of one record, body and turns together: a larger one is not kept."""
+"""Of one record, its turns and its body (or what that becomes, if it is larger): a larger one is not kept."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -297,9 +297,11 @@ class PutRecord(_OfOwner, frozen=True, array_like=True, tag="put_record"):
 
 
 class GetRecord(_OfOwner, frozen=True, array_like=True, tag="get_record"):
-    """Counts as a use of it. The reply is followed by one frame, the body."""
+    """Counts as a use of it. The reply is followed by one frame, the body; `too_large` where that has more than
+    `max_bytes`."""
 
     id: str
+    max_bytes: int = MAX_RECORD_BYTES
 
 
 class GetTurns(_OfOwner, frozen=True, array_like=True, tag="get_turns"):
@@ -322,6 +324,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
 
     request: int
     problem: StoreProblem = ""
+    size: int = 0
+    """Bytes, of what is `too_large` to be sent."""
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="aborted"):

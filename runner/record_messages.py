@@ -22,14 +22,16 @@ def answer(store: RecordStore, message: ToRecords, frames: list[memoryview]) -> 
             store.put(owner, message.id, record, replaces=message.replaces)
         elif isinstance(message, GetRecord):
             found = [store.get(owner, message.id).body]
+            if len(found[0]) > message.max_bytes:
+                return Reply(number, "too_large", len(found[0])), []
         elif isinstance(message, GetTurns):
             found = store.turns(owner, message.id, message.max_bytes)
         else:
             store.delete(owner, message.id)
     except NotKept:
         return Reply(number, "not_found"), []
-    except TooLarge:
-        return Reply(number, "too_large"), []
+    except TooLarge as error:
+        return Reply(number, "too_large", error.size), []
     return Reply(number), found
 
 

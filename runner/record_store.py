@@ -31,7 +31,11 @@ class NotKept(Exception):
 
 
 class TooLarge(Exception):
-    """More than is kept, or asked for, at once."""
+    """More than is kept, or asked for, at once. `size`: bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class Record:
     will: Data = b""
     """What the body becomes when `worker` dies. Empty: nothing."""
     worker: int = -1
+
+    @property
+    def largest(self) -> int:
+        """Bytes of what can be asked for, now or then."""
+        return max(len(self.body), len(self.will)) + len(self.turns)
 
     @property
     def size(self) -> int:
@@ -117,8 +126,8 @@ class RecordStore:
         """`replaces`: only where there is one. Raises TooLarge, NotKept."""
         if replaces:
             self.get(owner, record_id)
-        if record.size > min(self._max_record_bytes + ENTRY_BYTES, self._max_bytes):
-            raise TooLarge
+        if record.largest > self._max_record_bytes or record.size > self._max_bytes:
+            raise TooLarge(record.largest)
         now = self._clock()
         for each in self._owned.values():
             each.expire(now - self._seconds)
@@ -150,9 +159,11 @@ class RecordStore:
             record = self.get(owner, record_id)
             found.append(record.turns)
             size += len(record.turns)
-            if size > max_bytes or len(found) > self._max_records:
-                raise TooLarge
+            if len(found) > self._max_records:
+                break  # in circles
             record_id = record.previous
+        if size > max_bytes or record_id:
+            raise TooLarge(size)
         return found[::-1]
 
     def end_worker(self, worker: int) -> None:

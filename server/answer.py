@@ -29,7 +29,9 @@ from server.services import Services
 from server.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 22
-"""Values that one answer holds of its prompts: about 200 MB of JSON."""
+"""Values that one answer holds of its prompts: about 300 MB of JSON."""
+_LOGPROB_BYTES = 72
+"""Of a value's JSON, roughly."""
 
 
 class PromptAnswer:
@@ -253,7 +255,8 @@ async def open_answer(
     """
     n = request.num_made
     sampling = await sampling_params(request, prompts, services, grammar)
-    services.answer_memory.reserve(hidden_bytes(request, [len(each) for each in prompts], sampling, services.model))
+    held = hidden_bytes(request, [len(each) for each in prompts], sampling, services.model)
+    services.answer_memory.reserve(held + _LOGPROB_BYTES * n * _num_prompt_logprobs(prompts, sampling))
     _note(request, services, answer_id, sampling[0], n)
     answers = []
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -310,18 +313,21 @@ async def sampling_params(
 
 def _check_size(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], n: int) -> None:
     """Every choice repeats its prompt's log-probabilities, and the whole answer is in memory at once."""
-    entries = sum(
-        len(prompt) * (1 + params.prompt_logprobs)
-        for prompt, params in zip(prompts, sampling, strict=True)
-        if params.prompt_logprobs is not None
-    )
-    if entries * n > MAX_PROMPT_LOGPROBS:
+    if _num_prompt_logprobs(prompts, sampling) * n > MAX_PROMPT_LOGPROBS:
         param = "prompt_logprobs" if sampling[0].logprobs is None else "logprobs"
         raise InvalidRequest(
             f"{param}: at most {MAX_PROMPT_LOGPROBS} values of the prompts fit into one answer (tokens, times one more"
             " than are asked for at each, times choices).",
             param=param,
         )
+
+
+def _num_prompt_logprobs(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> int:
+    return sum(
+        len(prompt) * (1 + params.prompt_logprobs)
+        for prompt, params in zip(prompts, sampling, strict=True)
+        if params.prompt_logprobs is not None
+    )
 
 
 def _prompt_answer(

@@ -12,6 +12,9 @@ from runner.messages import SamplingParams
 from server.generation import ChoiceEvent, Direct
 from server.prompt import PromptRows
 
+_TURN_REQUESTS = 32
+"""Sent without giving the event loop a turn: a few milliseconds."""
+
 
 class Stream(Protocol):
     """`generation.GenerationStream`, as far as it is used here."""
@@ -64,8 +67,12 @@ class Batch:
     @classmethod
     async def open(cls, engine: Engine, requests: Sequence[EngineRequest]) -> Batch:
         """All of `requests`, or, if one is refused, none. Raises its APIError."""
-        tasks = [asyncio.ensure_future(_generate(engine, request)) for request in requests]
+        tasks: list[asyncio.Future[Stream]] = []
         try:
+            for request in requests:
+                tasks.append(asyncio.ensure_future(_generate(engine, request)))
+                if len(tasks) % _TURN_REQUESTS == 0:
+                    await asyncio.sleep(0)  # all that were begun are sent in one turn of the loop's
             return cls(await asyncio.gather(*tasks))
         except BaseException:
             for task in tasks:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import APIError, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from server.json_nodes import MAX_NODES, has_too_many_nodes
 from server.long_strings import CutBody
 from server.pages import Gathered
 from server.services import services_of
@@ -54,6 +55,8 @@ def parse_large(body: memoryview, limit: int | None = None) -> dict[str, Any]:
     held while they are parsed. Raises BodyTooLarge, InvalidRequest."""
     cut = CutBody(body)
     _check_size(cut.rest, limit)
+    if has_too_many_nodes(cut.rest):
+        raise InvalidRequest(f"The request body has more than {MAX_NODES} objects and lists.", code="invalid_json")
     value = parse_object(cut.rest)
     if cut.put_back(value):
         return value

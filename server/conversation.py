@@ -12,6 +12,7 @@ import msgspec
 
 from server.embedding_markers import ROW_PARTS, EmbeddingMarkers, no_embeddings
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.json_nodes import MAX_NODES
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as clients name them and as templates know them (`developer` is OpenAI's newer name of `system`)."""
@@ -48,6 +49,8 @@ def parse_messages(
         raise _invalid("messages", f"must have at most {MAX_MESSAGES} messages")
     if sum(map(_num_parts, value)) > MAX_CONTENT_PARTS:
         raise _invalid("messages", f"must have at most {MAX_CONTENT_PARTS} content parts")
+    if sum(map(_num_brackets, value)) > MAX_NODES:
+        raise _invalid("messages", f"must have at most {MAX_NODES} objects and lists in the arguments of their calls")
     messages = [_parse_message(message, f"messages[{index}]", embeddings) for index, message in enumerate(value)]
     if keep_developer:
         for message, given in zip(messages, value, strict=True):
@@ -59,6 +62,14 @@ def parse_messages(
 def _num_parts(message: Any) -> int:
     content = message.get("content") if isinstance(message, dict) else None
     return len(content) if isinstance(content, list) else 0
+
+
+def _num_brackets(message: Any) -> int:
+    """In the arguments of its calls, which are parsed here: at most so many objects and lists."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return sum(text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
 def _parse_message(message: Any, where: str, embeddings: EmbeddingMarkers | None) -> dict[str, Any]:

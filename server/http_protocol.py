@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from server.errors import APIError
 from server.event_stream import BODY_WRITER
+from server.no_upgrades import UpgradeFreeParser
 from server.request_context import new_request_id
 from server.slow_readers import PERIOD_SECONDS, SlowReader
 
@@ -62,6 +63,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         writes: Writes | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._no_upgrades = UpgradeFreeParser(self.parser, self)
+        self.parser = self._no_upgrades  # type: ignore[assignment]
         self.writes = Writes(self.loop) if writes is None else writes
         self.on_writable: Callable[[], None] | None = None
         """Called when the client has read what had made the connection full."""
@@ -96,6 +99,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def on_message_begin(self) -> None:
+        if self._no_upgrades.is_resuming:
+            return
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
@@ -103,12 +108,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._dropped_bytes = 0
         self._framing_room = MAX_HEAD_BYTES
 
+    def on_url(self, url: bytes) -> None:
+        if not self._no_upgrades.is_resuming:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         # Not the trailers behind a chunked body: uvicorn would add them to the headers that the application has seen.
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._no_upgrades.is_resuming:
+            return
         self._in_head = False
         self._in_body = True
         self._stop_head_timer()
@@ -155,6 +166,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.scope["extensions"] = {BODY_WRITER: CycleWriter(self, cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
+        if self._no_upgrades.holds_end:
+            return
         self._in_body = False
         if not self.transport.is_closing():
             super().on_message_complete()

@@ -39,6 +39,8 @@ from server.vision import PreparedImage
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
+_TURN_PROMPTS = 4
+"""Looked at without giving the event loop a turn, where they are token ids."""
 
 _AnyRows = TypeVar("_AnyRows", Rows, StoredRows)
 
@@ -120,12 +122,14 @@ async def completion_prompts(request: CompletionRequest, services: Services) -> 
         )
     # The cheap ones first: a bad id must not cost the decoding of sixty megabytes.
     add_special = request.add_special_tokens is not False
-    rest: list[Prompt | list[EncodedPart]] = [
-        await encode_parts(mixed[index], services, add_special_tokens=add_special, param="prompt")
-        if index in mixed
-        else await _from_text_or_ids(each, services, add_special, truncation)
-        for index, each in enumerate(texts_or_ids)
-    ]
+    rest: list[Prompt | list[EncodedPart]] = []
+    for index, each in enumerate(texts_or_ids):
+        if index in mixed:
+            rest.append(await encode_parts(mixed[index], services, add_special_tokens=add_special, param="prompt"))
+        else:
+            rest.append(await _from_text_or_ids(each, services, add_special, truncation))
+        if index % _TURN_PROMPTS == _TURN_PROMPTS - 1:
+            await asyncio.sleep(0)  # a thousand lists of as many ids take 60 ms
     prompts = [await _from_embedding(each, services) for each in embeddings] + [
         each if isinstance(each, Prompt) else await decode_parts(each, services, param="prompt") for each in rest
     ]
@@ -303,6 +307,8 @@ async def _from_text_or_ids(
         # Of a text that may have been cut, an echo shows what is left.
         text = value if truncation is None else None
     else:
+        if truncation is None:
+            _check_rows(len(value), services, "prompt")  # two million are counted in no time, but not looked at
         check_token_ids(value, services.model.vocab_size, "prompt")
         token_ids, text = value if truncation is None else truncation.of_ids(value), None
     if not token_ids:

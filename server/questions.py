@@ -4,6 +4,7 @@ processes share, for stored embeddings. Kept by the engine client, on the event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -13,6 +14,8 @@ from server.errors import APIError, QueueFull, Unavailable
 
 _ANSWER_SECONDS = 60.0
 """The runner answers at once, but behind what was sent before: gigabytes of rows, at worst."""
+_AGAIN_SECONDS = 0.2
+"""After which what has to arrive is sent again."""
 
 Question = AbortAnswer | ToRecords | ToStore
 Answer = TypeVar("Answer")
@@ -36,6 +39,19 @@ class Questions(Generic[Answer]):
 
     async def ask(self, question: Callable[[int], Question], *frames: bytes | memoryview) -> Answer:
         """`question`: made with its number. Raises QueueFull (429), Unavailable and EngineFailed (503)."""
+        return await self._ask(question, frames, _ANSWER_SECONDS)
+
+    async def ask_surely(self, question: Callable[[int], Question], *frames: bytes | memoryview) -> Answer:
+        """The same, however long the runner takes to take it and to answer: for what nobody could ask again. Raises
+        EngineFailed."""
+        while True:
+            with contextlib.suppress(QueueFull):
+                return await self._ask(question, frames, None)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _ask(
+        self, question: Callable[[int], Question], frames: Sequence[bytes | memoryview], seconds: float | None
+    ) -> Answer:
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -43,7 +59,7 @@ class Questions(Generic[Answer]):
         try:
             if not self._send(encode(question(number)), *frames):
                 raise QueueFull("The engine is not taking requests fast enough.")
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await future
         except TimeoutError:
             raise Unavailable("The engine does not answer.") from None

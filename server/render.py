@@ -3,7 +3,8 @@ as if it were sent, and nothing is generated. For clients that embed or route a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from server.structured_outputs import constraint_of
 from server.tools.requested import parts_rules, requested_tools
 
 router = APIRouter()
+
+_INLINE_TOKENS = 2048
 
 
 @router.post("/v1/completions/render", openapi_extra=json_body(CompletionRequest, tensors=True))
@@ -47,7 +50,13 @@ async def _completion(body: Mapping[str, Any], services: Services) -> Response:
     prompts = await completion_prompts(request, services)
     await services.grammars.compile(constraint, len(prompts))
     await sampling_params(request, prompts, services)
-    return _json([_rendered(model, prompt, _text(prompt, services), services) for prompt in prompts])
+
+    def encode() -> bytes:
+        return msgspec.json.encode([_rendered(model, each, _text(each, services), services) for each in prompts])
+
+    # In a thread where there is much to decode: a microsecond a token.
+    is_short = sum(map(len, prompts)) <= _INLINE_TOKENS
+    return _json(encode() if is_short else await asyncio.to_thread(encode))
 
 
 async def _chat(body: Mapping[str, Any], services: Services) -> Response:
@@ -60,7 +69,7 @@ async def _chat(body: Mapping[str, Any], services: Services) -> Response:
     prompt = await chat_prompt(text, embeddings, request, services)
     await answer_grammar(constraint, parts_rules(request, tools, text, services), services)
     await sampling_params(request, [prompt], services)
-    return _json(_rendered(model, prompt, None if embeddings else text, services))
+    return _json(msgspec.json.encode(_rendered(model, prompt, None if embeddings else text, services)))
 
 
 def _text(prompt: Prompt, services: Services) -> str | None:
@@ -81,5 +90,5 @@ def _rendered(model: str, prompt: Prompt, text: str | None, services: Services) 
     }
 
 
-def _json(body: Mapping[str, Any] | Sequence[Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.answer_pieces import pieces_of
 from server.errors import InternalError, log_exception
 from server.gate import OPERATOR_PATHS
 from server.log_format import Pairs
@@ -63,9 +64,11 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = context.id
                 headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
-            else:
-                context.complete = not message.get("more_body", False)
-            await send(message)
+                await send(message)
+                return
+            for piece in pieces_of(message):
+                context.complete = not piece.get("more_body", False)
+                await send(piece)
 
         token = current_request.set(context)
         try:

@@ -82,7 +82,7 @@ class Envelope:
     def new(cls, prefix: str, model: str, system_fingerprint: str) -> Envelope:
         return cls(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, system_fingerprint)
 
-    def body(self, kind: str, choices: Sequence[Json]) -> Json:
+    def body(self, kind: str, choices: Sequence[Json | msgspec.Raw]) -> Json:
         return {
             "id": self.id,
             "object": kind,
@@ -123,10 +123,11 @@ async def whole_response(answer: Answer, form: Format, envelope: Envelope, kept:
     told = best_choices(choices, made, made if kept is None else kept)
 
     def encode() -> bytes:
-        bodies = [form.whole_choice(index, choice) for index, choice in enumerate(told)]
+        # One by one: of a prompt's log-probabilities, which each choice repeats, the objects take ten times the JSON.
+        bodies = [msgspec.Raw(_encode(form.whole_choice(index, choice))) for index, choice in enumerate(told)]
         usage = answer.usage.body() | form.usage_details()
         body = envelope.body(form.object, bodies) | form.extras() | {"usage": usage}
-        return msgspec.json.encode(body)
+        return _encode(body)
 
     records = sum(len(choice.tokens) + len(choice.prompt) + len(choice.prompt_logprobs) for choice in told)
     records += sum(choice.hidden.num_records for choice in told if choice.hidden is not None)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -36,6 +37,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
 MAX_TEMPLATE_CHARS = 65536
+MAX_TEMPLATE_VARIABLES = 1024
 MAX_DOCUMENTS = 1024
 MAX_LATENT_STEPS = 1024
 
@@ -57,6 +59,16 @@ def _plain_salt(value: str) -> str:
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128), AfterValidator(_plain_salt)]
+
+
+def _few_variables(value: Any) -> Any:
+    # Before they are looked at: each becomes a variable of the template's, and a million take a second.
+    if isinstance(value, dict) and len(value) > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"must have at most {MAX_TEMPLATE_VARIABLES} entries")
+    return value
+
+
+TemplateVariables = Annotated[dict[str, Any], BeforeValidator(_few_variables)]
 
 
 def _json_type(*types: str, **more: Any) -> WithJsonSchema:
@@ -260,7 +272,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     documents: _Documents | None = None
     service_tier: Annotated[str, StringConstraints(max_length=64)] | None = None
@@ -277,7 +289,7 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     documents: _Documents | None = None
     tools: Annotated[Any, _json_type("array", items={"type": "object"})] = None

@@ -35,6 +35,8 @@ from server.unsupported import EMBEDDING, refuse_unknown, refuse_unsupported
 
 router = APIRouter()
 
+_TEXT_BYTES, _NUMBER_BYTES = 10, 26
+"""Of a value in an answer, with the row that it was: in base64, and as a number."""
 _AT_ONCE = 32
 """Engine requests of one HTTP request: two thousand inputs must not fill the engine's queue."""
 
@@ -61,6 +63,7 @@ async def _embed(body: Mapping[str, Any], services: Services) -> Response:
     del body
     pooling = request.pooling or services.default_pooling
     normalize, as_text = request.normalize is not False, request.encoding_format == "base64"
+    services.answer_memory.reserve(len(prompts) * dimensions * (_TEXT_BYTES if as_text else _NUMBER_BYTES))
     salt = request.cache_salt or ""
     del request
     if not any(span.pixels for prompt in prompts for span in prompt.rows.spans):

@@ -77,8 +77,9 @@ export class EngineView {
       ["blocks", "KV blocks", blocks, used, cached],
     ]) {
       const share = grid(byId(name), count, [[inUse + kept, warm], [inUse, full]], 5, empty);
-      const more = (kept ? `, ${format(kept)} cached` : "") + (share > 1 ? `, ${share} a square` : "");
+      const more = kept ? `, ${format(kept)} cached` : ""; // No more than fits beside the name.
       byId(`${name}-label`).textContent = `${format(inUse)} of ${format(count)}${more}`;
+      byId(name).title = share > 1 ? `${share} a square` : "";
       byId(name).setAttribute("aria-label", `${inUse} of ${count} ${what} in use${kept ? `, ${kept} cached` : ""}`);
     }
     line(byId("spark"), this.rates, style.getPropertyValue("--wood"));

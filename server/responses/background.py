@@ -82,8 +82,10 @@ class BackgroundResponse:
         """Whoever has asked for it is told, or will be."""
         if self.begun.done():
             await self._keep(self._answer.failed(error))
-        else:
-            self.begun.set_result(error)
+            return
+        self.begun.set_result(error)
+        with contextlib.suppress(APIError):  # The runner may have kept it, and not have said so in time.
+            await self._store.delete(self._answer.head.id, surely=True)
 
     async def _begin(self) -> bytes:
         """Keeps it as queued; returns it as JSON. Raises APIError."""
@@ -108,10 +110,13 @@ class BackgroundResponse:
 
     async def _keep(self, body: Json, will: bytes = b"") -> None:
         """In the place of what is kept of it, without its output if that is too large. Nothing, where it was deleted,
-        or the runner has gone and all with it."""
+        or the runner has gone and all with it. How it has ended (there is no `will` then) is said until the runner has
+        heard it: else it would seem to be in progress for as long as it is kept."""
         with contextlib.suppress(APIError):
             data = _encode(body)
-            problem = await self._store.put(body["id"], data, b"", self._previous, will=will, replaces=True)
+            problem = await self._store.put(
+                body["id"], data, b"", self._previous, will=will, replaces=True, surely=not will
+            )
             if problem == "too_large" and body["output"]:
                 await self._keep(body | {"output": []}, will)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from server.answer import Usage
 from server.errors import APIError
 from server.responses.schema import ResponseRequest
@@ -30,6 +32,11 @@ class ResponseHead:
         """Of a request that has been checked. Raises ModelNotFound."""
         asked = _asked(request, services, stored)
         return cls(response_id, int(time.time()), services.model_name(request.model), asked)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what it tells of the request: instructions, tools and the description of a format may be long."""
+        return len(msgspec.json.encode(self.asked))
 
     def running(self, status: Literal["queued", "in_progress"] = "in_progress") -> Json:
         return self._body(status, [], None)

@@ -64,21 +64,37 @@ def _turn_of_output(item: Mapping[str, Any]) -> Turn:
 
 
 def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Text or reasoning behind text begins a message of its own; calls belong to what is before them."""
+    """Text or reasoning behind text begins a message of its own; calls belong to what is before them.
+
+    Takes time in proportion to the turns, though all of them may become one message.
+    """
     messages: list[dict[str, Any]] = []
-    for turn in turns:
+    for turn in map(_growing, turns):
         last = messages[-1] if messages else None
         if last is None or not _is_assistant(last) or not _is_assistant(turn):
-            messages.append(dict(turn))
+            messages.append(turn)
         elif "tool_calls" in turn:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *turn["tool_calls"]]
+            last.setdefault("tool_calls", []).extend(turn["tool_calls"])
         elif "content" in last:
-            messages.append(dict(turn))
+            messages.append(turn)
         elif "reasoning_content" in turn and "reasoning_content" in last:
-            last["reasoning_content"] += "\n" + turn["reasoning_content"]
+            last["reasoning_content"] += turn["reasoning_content"]
         else:
             last.update(turn)
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return messages
+
+
+def _growing(turn: Turn) -> dict[str, Any]:
+    """A copy, whose reasoning is a list of texts, and whose calls are a list of its own."""
+    message = dict(turn)
+    if "reasoning_content" in turn:
+        message["reasoning_content"] = [turn["reasoning_content"]]
+    if "tool_calls" in turn:
+        message["tool_calls"] = list(turn["tool_calls"])
+    return message
 
 
 def _is_assistant(message: Mapping[str, Any]) -> bool:

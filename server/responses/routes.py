@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.answer_memory import Reserve
 from server.body import read_json
 from server.chat import open_chat, parse_chat
 from server.errors import APIError, InvalidRequest, Unavailable, UnsupportedParameter
@@ -36,6 +37,10 @@ _RUNNING = ("queued", "in_progress")
 _CANCEL_SECONDS = 10.0
 """For which a cancelled response is waited for: it ends with the next step."""
 _CANCEL_POLL_SECONDS = 0.02
+"""Until it is looked at for the first time, then twice as long each time."""
+_MAX_POLL_SECONDS = 0.5
+_HEADS = 3
+"""What a response tells of its request is held, and sent in a stream's first two events."""
 _INLINE_BYTES = 256 * 1024
 """A conversation up to this size is read in less time than a thread takes to wake up."""
 
@@ -118,15 +123,17 @@ async def _open(request: ResponseRequest, turns: Sequence[Turn], keeper: _Keeper
     """Accepted by the engine. Raises APIError."""
     # Held until the response ends, longer than the body is.
     services.answer_memory.reserve(keeper.nbytes)
-    turns = [*await _before(request.previous_response_id, services), *turns]
-    chat_request, constraint = _as_chat(request, turns, services)
-    del turns
     response_id = new_id("resp")
-    opening = open_chat(chat_request, constraint, services, response_id)
-    del chat_request, constraint
-    with errors_in_our_words():
-        chat = await opening
+    with services.answer_memory.held() as reserve:
+        turns = [*await _before(request.previous_response_id, services, reserve), *turns]
+        chat_request, constraint = _as_chat(request, turns, services)
+        del turns
+        opening = open_chat(chat_request, constraint, services, response_id)
+        del chat_request, constraint
+        with errors_in_our_words():
+            chat = await opening
     head = ResponseHead.new(response_id, request, services, stored=keeper.keeps)
+    services.answer_memory.reserve(_HEADS * head.nbytes)
     return ResponseAnswer(chat, head, services, keeper.keep)
 
 
@@ -169,21 +176,25 @@ class _Keeper:
         return cls(services.responses, data if keeps else b"", previous, keeps=keeps, replaces=replaces)
 
     async def keep(self, body: Mapping[str, Any], data: bytes) -> bool:
-        """Whether it is kept: it may have become too large. The client gets it either way."""
+        """Whether it is kept: it may have become too large. The client gets it either way, but in the background: there
+        it is kept however long the runner takes."""
         if not self.keeps:
             return False
         turns = self._turns + b"\n" + msgspec.json.encode(turns_of_output(body["output"]))
         try:
-            return not await self._store.put(body["id"], data, turns, self._previous, replaces=self._replaces)
-        except APIError:  # the runner does not take it
+            problem = await self._store.put(
+                body["id"], data, turns, self._previous, replaces=self._replaces, surely=self._replaces
+            )
+            return not problem
+        except APIError:  # the runner does not take it, or has gone
             return False
 
 
-async def _before(response_id: str | None, services: Services) -> list[Turn]:
+async def _before(response_id: str | None, services: Services, reserve: Reserve) -> list[Turn]:
     """The conversation up to and with this response. Raises InvalidRequest."""
     if response_id is None:
         return []
-    kept = await services.responses.conversation(response_id)
+    kept = await services.responses.conversation(response_id, reserve)
     if kept is None:
         raise InvalidRequest(
             "previous_response_id: this response, or one before it in its conversation, is not kept here.",
@@ -199,9 +210,9 @@ def _decoded(kept: Sequence[memoryview]) -> list[Turn]:
     return [turn for data in kept for turns in _DECODER.decode_lines(data) for turn in turns]
 
 
-async def _stored(response_id: str, services: Services) -> bytes:
-    """Raises APIError."""
-    body = await services.responses.get(response_id)
+async def _stored(response_id: str, services: Services, reserve: Reserve | None = None) -> memoryview:
+    """`reserve`: without it, for as long as the current request is answered. Raises APIError."""
+    body = await services.responses.get(response_id, reserve or services.answer_memory.reserve)
     if body is None:
         raise _not_kept()
     return body
@@ -214,17 +225,23 @@ class _Kept(msgspec.Struct):
     background: bool
 
 
-async def _ended(response_id: str, services: Services) -> bytes:
+async def _ended(response_id: str, services: Services) -> memoryview:
     """A response that is about to end, once it has. Raises APIError."""
+    seconds = _CANCEL_POLL_SECONDS
     try:
         async with asyncio.timeout(_CANCEL_SECONDS):
-            while True:
-                body = await _stored(response_id, services)
-                if msgspec.json.decode(body, type=_Kept).status not in _RUNNING:
-                    return body
-                await asyncio.sleep(_CANCEL_POLL_SECONDS)
+            while await _is_running(response_id, services):
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, _MAX_POLL_SECONDS)
     except TimeoutError:
         raise Unavailable("The response does not end.") from None
+    return await _stored(response_id, services)
+
+
+async def _is_running(response_id: str, services: Services) -> bool:
+    with services.answer_memory.held() as reserve:
+        body = await _stored(response_id, services, reserve)
+        return msgspec.json.decode(body, type=_Kept).status in _RUNNING
 
 
 def _not_kept() -> APIError:

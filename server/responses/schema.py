@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
 
-from server.schemas import INT64_MAX, INT64_MIN, MAX_LOGPROBS, MAX_TOKENS, RequestBody
+from server.schemas import INT64_MAX, INT64_MIN, MAX_LOGPROBS, MAX_TOKENS, RequestBody, TemplateVariables
 
 MAX_METADATA = 16
 MAX_INCLUDES = 16
@@ -97,7 +97,7 @@ class ResponseRequest(RequestBody):
     ignore_eos: bool | None = None
     logit_bias: Annotated[Any, WithJsonSchema({"type": ["object", "null"]})] = None
     structured_outputs: Annotated[Any, WithJsonSchema({"type": ["object", "null"]})] = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
 

@@ -66,7 +66,8 @@ def take(browser: Chromium, base: str, rows: Path, target: Path) -> None:
     browser.until(
         "document.querySelectorAll('.note').length === 2 && document.querySelectorAll('.note')[1].textContent"
     )
-    browser.until("document.querySelector('#running').textContent > 0")
+    busy = "document.querySelector('#running').textContent > 0"
+    browser.until(f"{busy} && document.querySelector('#blocks-label').textContent.includes('cached')")
     browser.run("document.querySelector('.turn:last-child .answer').focus()")
     for _ in range(8):
         browser.press("ArrowRight")

@@ -129,6 +129,18 @@ def test_one_that_is_too_large_is_not_kept() -> None:
         RecordStore(max_bytes=SIZE - 1).put(0, "a", record(100))
 
 
+def test_what_a_record_becomes_does_not_count_beside_it() -> None:
+    """It takes room, but never more of a record than its limit can be asked for."""
+    store = RecordStore(max_record_bytes=102)
+    made = Record(b"b" * 100, b"[]", will=b"w" * 100, worker=1)
+    store.put(0, "a", made)
+    assert store.size == made.size > 200
+    with pytest.raises(TooLarge):
+        store.put(0, "a", Record(b"", b"[]", will=b"w" * 101, worker=1))
+    store.end_worker(1)
+    assert store.get(0, "a").body == b"w" * 100
+
+
 def test_what_nobody_uses_is_forgotten() -> None:
     clock = Clock()
     store = RecordStore(seconds=10, clock=clock)
@@ -151,7 +163,8 @@ def test_questions() -> None:
     assert answer(store, PutRecord(1, 2, 5, "b", "a"), [body[:2], turns[:2]]) == (Reply(2), [])
     assert answer(store, GetRecord(0, 3, 5, "b"), []) == (Reply(3), [b"bo"])
     assert answer(store, GetTurns(0, 4, 5, "b", 7), []) == (Reply(4), [b"turns", b"tu"])
-    assert answer(store, GetTurns(0, 5, 5, "b", 6), []) == (Reply(5, "too_large"), [])
+    assert answer(store, GetTurns(0, 5, 5, "b", 6), []) == (Reply(5, "too_large", 7), [])
+    assert answer(store, GetRecord(0, 3, 5, "b", 1), []) == (Reply(3, "too_large", 2), [])
     assert answer(store, DeleteRecord(0, 6, 5, "a"), []) == (Reply(6), [])
     assert answer(store, GetTurns(0, 7, 5, "b", 7), []) == (Reply(7, "not_found"), [])
     for message in (GetRecord(0, 8, 4, "b"), DeleteRecord(0, 8, 4, "b"), GetRecord(0, 8, 5, "a")):

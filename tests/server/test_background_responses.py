@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from runner.messages import PutRecord, decode_to_runner
+from server.background_tasks import BackgroundTasks
 from tests.models import Family
 from tests.server.conftest import StartServer
 from tests.server.fakes import Api, FakeEngine, RecordsHarness, application, say
@@ -110,6 +113,80 @@ def test_one_that_cannot_be_kept_is_not_made() -> None:
     refused = client.post(ROUTE, {"input": "hello", "background": True})
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     assert engine.submitted[0].aborted == [-1]
+
+
+class BusyRunner(RecordsHarness):
+    """Takes (or answers) how a response has ended only when it has been told `times` times before."""
+
+    def __init__(self, times: int, *, answers_late: bool = False) -> None:
+        super().__init__()
+        self.told = 0
+        self._times, self._answers_late = times, answers_late
+
+    def _send(self, *frames: bytes | memoryview) -> bool:
+        message = decode_to_runner(frames[0])
+        if isinstance(message, PutRecord) and message.replaces and len(frames) == 3:
+            self.told += 1
+            if self.told <= self._times:
+                return False
+            if self._answers_late:
+                asyncio.get_running_loop().call_later(0.3, super()._send, *frames)
+                return True
+        return super()._send(*frames)
+
+
+@pytest.mark.parametrize("fail_after", [None, 3])
+def test_how_it_has_ended_is_said_until_the_runner_takes_it(
+    fail_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stay in progress else, and nobody would be making it."""
+    monkeypatch.setattr("server.questions._AGAIN_SECONDS", 0.01)
+    records = BusyRunner(5)
+    response = ended_in_process(FakeEngine(say("Good day."), fail_after=fail_after), records)
+    assert (response["status"], records.told) == ("completed" if fail_after is None else "failed", 6)
+
+
+def test_how_it_has_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner that has taken the message answers some time: that it did not in time is no reason to call a response
+    too large that has ended well."""
+    monkeypatch.setattr("server.questions._ANSWER_SECONDS", 0.1)
+    records = BusyRunner(0, answers_late=True)
+    response = ended_in_process(FakeEngine(say("Good day.")), records)
+    assert (response["status"], response["store"], records.told) == ("completed", True, 1)
+
+
+def test_one_that_was_queued_too_late_to_be_told_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has got an error and no id; who would ever ask for it?"""
+    monkeypatch.setattr("server.questions._ANSWER_SECONDS", 0.05)
+
+    class Late(RecordsHarness):
+        """Answers nothing before it hears what comes after."""
+
+        put: tuple[bytes | memoryview, ...] = ()
+        kept = -1
+
+        def _send(self, *frames: bytes | memoryview) -> bool:
+            if isinstance(decode_to_runner(frames[0]), PutRecord):
+                self.put = frames
+                return True
+            super()._send(*self.put)
+            self.kept = len(self.store)
+            return super()._send(*frames)
+
+    records = Late()
+
+    async def main() -> None:
+        given = given_services(FakeEngine(say("Good day.")), responses=records.responses)
+        ended = asyncio.Event()
+        given = replace(given, background=BackgroundTasks(on_end=ended.set))
+        transport = httpx.ASGITransport(application(given))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post(ROUTE, json={"input": "hello", "background": True})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        await ended.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert (records.kept, len(records.store)) == (1, 0)
 
 
 def test_from_the_queue_to_the_end(server: ServerProcess) -> None:

@@ -65,6 +65,30 @@ class Slow(FakeEngine):
         return await super().generate(*arguments, **options)
 
 
+def test_the_loop_has_its_turn_between_many() -> None:
+    """A thousand prompts are a tenth of a second of sending."""
+    turns, seen = 0, list[int]()
+
+    class Watched(FakeEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> Any:
+            seen.append(turns)
+            return await super().generate(*arguments, **options)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def main() -> None:
+        counting = asyncio.ensure_future(count())
+        (await Batch.open(Watched(lambda ids, _choice: Line([4])), requests(200))).close()
+        counting.cancel()
+
+    asyncio.run(main())
+    assert max(map(seen.count, seen)) <= 32
+
+
 def test_a_refusal_does_not_wait_for_the_others() -> None:
     fake = Slow(lambda ids, _choice: Line([4] * 5), refuse=[None, QueueFull("full")], hang=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
 from runner.messages import TokenLogprobs
+from server.answer_memory import AnswerMemory
 from server.logprobs import LogprobFormat
+from server.request_context import RequestContext, current_request
 from server.tokenizer import Tokenizer
 from tests.models import EOS_ID, build_tokenizer
 from tests.server.completion_calls import ANSWER, PROMPT, ROUTE, complete, embedding, events, refused, tokenizer_text
@@ -202,6 +205,36 @@ def test_an_answer_holds_so_many_log_probabilities_of_its_prompts(monkeypatch: p
         response = client.post(ROUTE, {"prompt": prompts, "n": 2, "prompt_logprobs": 3})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
     assert len(engine.submitted) == 3 * 2
+
+
+def test_log_probabilities_of_prompts_are_not_held_as_objects_for_every_choice() -> None:
+    """All of an answer's were made before the first was written: ten times its JSON."""
+    with api(say(ANSWER)) as (client, _):
+        body = {"prompt": [5] * 100, "n": 64, "prompt_logprobs": 20, "max_tokens": 1}
+        client.post(ROUTE, {**body, "n": 1})
+        tracemalloc.start()
+        try:
+            response = client.post(ROUTE, body)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert response.status_code == 200
+    assert peak < 4 * len(response.content)
+
+
+def test_log_probabilities_of_prompts_count_among_what_answers_hold() -> None:
+    engine, memory = FakeEngine(say(ANSWER)), AnswerMemory(50_000)
+    client = Api(services(engine, answer_memory=memory))
+    body = {"prompt": [5] * 100, "prompt_logprobs": 5, "max_tokens": 1}
+    token = current_request.set(RequestContext(""))
+    try:
+        memory.used = 1  # others'
+        assert client.post(ROUTE, body).status_code == 200
+        assert memory.used > 100 * 6 * 50
+        assert client.post(ROUTE, body).status_code == 429
+    finally:
+        current_request.reset(token)
+    assert len(engine.submitted) == 1
 
 
 def test_bans_reach_the_engine() -> None:

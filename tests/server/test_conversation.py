@@ -8,6 +8,7 @@ import pytest
 
 from server.conversation import MAX_CALLS, MAX_MESSAGES, parse_messages
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.json_nodes import MAX_NODES
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -138,3 +139,12 @@ def test_what_is_not_supported(message: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         parse_messages([message])
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
+
+
+def test_arguments_of_nothing_but_objects() -> None:
+    """They are parsed as they are read, and are text to whatever looks at the body."""
+    half = {**CALL, "function": {"name": "f", "arguments": '{"a": [' + "[]," * (MAX_NODES // 2) + "1]}"}}
+    assert parse_messages([user("x"), answer(half)])
+    with pytest.raises(InvalidRequest, match="objects and lists") as caught:
+        parse_messages([user("x"), answer(half), answer(CALL, half)])
+    assert caught.value.param == "messages"

@@ -433,7 +433,9 @@ def test_replies_have_frames_and_find_their_questions() -> None:
     large = bytes(range(256)) * 4096
 
     async def scenario(engine: EngineClient, runner: Runner) -> None:
-        asking = [asyncio.create_task(engine.responses.conversation(f"resp_{each}")) for each in range(2)]
+        asking = [
+            asyncio.create_task(engine.responses.conversation(f"resp_{each}", lambda size: None)) for each in range(2)
+        ]
         questions = [(await runner.receive())[0] for _ in asking]
         assert all(isinstance(each, GetTurns) for each in questions)
         first, second = [each for each in questions if isinstance(each, GetTurns)]
@@ -446,7 +448,7 @@ def test_replies_have_frames_and_find_their_questions() -> None:
         assert found is not None
         assert [bytes(each) for each in found] == [b"small", large, b"end"]
         assert engine.stats.running == 3
-        lost = asyncio.create_task(engine.responses.get("resp_0"))
+        lost = asyncio.create_task(engine.responses.get("resp_0", lambda size: None))
         await runner.receive()
         runner.send(Failed("boom"))
         for each in (lost, engine.responses.delete("resp_0"), engine.abort_answer("cmpl-1")):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +310,48 @@ def test_chunks_of_one_byte_are_let_be() -> None:
     assert 5 * len(chunks) // 6 > MAX_HEAD_BYTES
     answer = answer_to(CHUNKED + chunks + b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+UPGRADES = [
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n",
+]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["h2c", "websocket"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("piece", [1 << 16, 7])
+def test_a_body_behind_an_upgrade_is_the_request_s(
+    server: ServerProcess, upgrade: bytes, is_chunked: bool, piece: int
+) -> None:
+    """Java's HTTP client offers h2c with each first request. And a body that was taken for what comes after the request
+    would be one of its own: here it looks like one."""
+    hidden = b"GET /v1/models/hidden HTTP/1.1\r\nHost: x\r\n\r\n"
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(hidden)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(hidden), hidden) if is_chunked else hidden
+    first = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + upgrade + framing
+    bodiless = b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
+    last = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    data = first + b"\r\n\r\n" + body + bodiless + last
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+        for start in range(0, len(data), piece):
+            connection.sendall(data[start : start + piece])
+            if piece < 100:
+                time.sleep(0.001)
+        answers = stream.read()
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", answers) == [b"400", b"200", b"200"]
+    assert b"not valid JSON" in answers
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["h2c", "websocket"])
+@pytest.mark.parametrize(("version", "more"), [(b"1.1", b""), (b"1.1", b"Connection: close\r\n"), (b"1.0", b"")])
+def test_a_client_that_offers_another_protocol_is_answered(
+    server: ServerProcess, upgrade: bytes, version: bytes, more: bytes
+) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
+    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    status, answer = exchange(server, head % (version, len(body)) + more + upgrade + b"\r\n" + body)
+    assert (status, answer["object"]) == (200, "text_completion")
 
 
 def test_requests_may_wait_behind_others_but_not_without_end() -> None:

@@ -51,3 +51,22 @@ def test_whatever_a_model_has_said_has_turns() -> None:
     ]
     call = {"id": "c", "type": "function", "function": {"name": "n" * 1000, "arguments": "{"}}
     assert turns_of_output(items) == [thought("r"), text(""), {"role": "assistant", "tool_calls": [call]}]
+
+
+def test_a_thousand_turns_of_one_message_are_not_copied_a_thousand_times() -> None:
+    """8 MiB of reasoning, in items of 500 characters, stopped the event loop for twenty seconds."""
+
+    class Text(str):
+        __slots__ = ()
+
+        def __radd__(self, other: object) -> str:
+            raise AssertionError("what was there before is copied")
+
+    class Calls(list[str]):
+        def __iter__(self) -> Any:
+            assert len(self) == 1, "what was there before is copied"
+            return super().__iter__()
+
+    turns = [thought(Text("r")) for _ in range(1000)]
+    turns += [{"role": "assistant", "tool_calls": Calls(["f"])} for _ in range(1000)]
+    assert messages_of(turns) == [thought("\n".join("r" * 1000)) | calls(*"f" * 1000)]

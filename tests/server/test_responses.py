@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.messages import GetRecord, GetTurns, decode_to_runner
 from server.answer_memory import AnswerMemory
 from server.chat_template import ChatTemplate
 from server.conversation import MAX_MESSAGES
@@ -17,10 +22,11 @@ from server.errors import QueueFull
 from server.grammars import Grammars
 from server.questions import Questions, Replied
 from server.reasoning.styles import REASONING_STYLES
+from server.request_context import RequestContext, current_request
 from server.responses.items import MAX_PARTS
 from server.responses.store import ResponseStore
 from tests.models import EOS_ID, VOCAB_SIZE
-from tests.server.fakes import Api, FakeEngine, Line, RecordsHarness, ids_of, tokenizer
+from tests.server.fakes import Api, FakeEngine, Line, RecordsHarness, application, ids_of, tokenizer
 from tests.server.response_events import ROUTE, check_response, events_of, given_services, put_together, respond
 from tests.server.test_chat_tools import CALL, OTHER, WORDS, cut_off, say
 
@@ -387,14 +393,106 @@ def test_a_full_queue() -> None:
 
 
 def test_the_input_that_responses_hold_until_they_end_is_bounded() -> None:
-    given = given_services(FakeEngine(say("x")), answer_memory=AnswerMemory(1000))
+    given = given_services(FakeEngine(say("x")), answer_memory=AnswerMemory(3000))
     client, asked = Api(given), {"input": "x" * 600, "background": True}
-    given.answer_memory.used = 500  # others'
+    given.answer_memory.used = 2500  # others'
     refused = client.post(ROUTE, asked)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert given.answer_memory.used == 500
+    assert given.answer_memory.used == 2500
     given.answer_memory.used = 0
     assert client.post(ROUTE, asked).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_responses_tell_of_their_requests_is_bounded_too(stream: bool) -> None:
+    """A description of which the model is not told costs no token, and is held until its response ends."""
+    engine, memory = FakeEngine(say("x")), AnswerMemory(400_000)
+    app = within_request(application(given_services(engine, answer_memory=memory)))
+    tools = [{"type": "function", "name": "f", "description": "x" * 100_000}]
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post(
+                ROUTE, json={"input": "x", "tools": tools, "tool_choice": "none", "stream": stream}
+            )
+
+    assert asyncio.run(ask()).status_code == 200
+    assert memory.used == 0
+    memory.used = 200_000  # others'
+    assert asyncio.run(ask()).status_code == 429
+    assert memory.used == 200_000
+
+
+class WaitingHarness(RecordsHarness):
+    """Sends nothing that is large before it is told to. `asked`: for how much, each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.waiting: list[tuple[bytes | memoryview, ...]] = []
+
+    def _send(self, *frames: bytes | memoryview) -> bool:
+        message = decode_to_runner(frames[0])
+        if isinstance(message, GetTurns | GetRecord):
+            self.asked.append(message.max_bytes)
+            if message.max_bytes > 40_000:
+                self.waiting.append(frames)
+                return True
+        return super()._send(*frames)
+
+    def go_on(self) -> None:
+        for frames in self.waiting:
+            super()._send(*frames)
+
+
+@pytest.mark.parametrize("what", ["conversation", "body"])
+def test_a_large_response_is_not_held_for_as_many_as_ask_for_it(what: str) -> None:
+    """Each gets a copy. What there is no room for is not sent by the runner; and it is given back."""
+    records, size = WaitingHarness(), 50_000
+    memory = AnswerMemory(5 * size if what == "conversation" else 2 * size)
+    given = given_services(FakeEngine(say("x")), responses=records.responses, answer_memory=memory)
+    given = replace(given, model=msgspec.structs.replace(given.model, max_model_len=1 << 17))
+    input, instructions = ("x" * size, "") if what == "conversation" else ("x", "x" * size)
+    kept = Api(given).post(ROUTE, {"input": input, "instructions": instructions}).json()["id"]
+    assert memory.used == 0
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(within_request(application(given)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+            def ask() -> asyncio.Task[httpx.Response]:
+                if what == "body":
+                    return asyncio.create_task(client.get(f"{ROUTE}/{kept}"))
+                body = {"input": "y", "previous_response_id": kept, "store": False}
+                return asyncio.create_task(client.post(ROUTE, json=body))
+
+            first = ask()
+            while not records.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            refused = await ask()
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert len(records.waiting) == 1
+            records.go_on()
+            assert (await first).status_code == 200
+
+    asyncio.run(main())
+    assert memory.used == 0
+    assert max(records.asked) in range(size, size + 1000)
+
+
+def within_request(app: Any) -> Any:
+    """As the outermost middleware does it."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        context = RequestContext("")
+        token = current_request.set(context)
+        try:
+            await app(scope, receive, send)
+        finally:
+            current_request.reset(token)
+            context.end()
+
+    return call
 
 
 def content(part: Any) -> dict[str, Any]:

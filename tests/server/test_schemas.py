@@ -109,6 +109,7 @@ def test_beyond_it(name: str, value: Any) -> None:
         ("max_completion_tokens", -1),
         ("max_completion_tokens", "5"),
         ("chat_template_kwargs", []),
+        ("chat_template_kwargs", {str(number): 1 for number in range(1025)}),
         ("chat_template", ""),
         ("chat_template", "x" * 65537),
         ("chat_template", 5),

@@ -15,11 +15,13 @@ from safetensors.numpy import load, save
 
 from runner.messages import End
 from server import embeddings_input
+from server.answer_memory import AnswerMemory
 from server.embeddings_input import MAX_INPUTS
 from server.errors import EngineFailed, QueueFull, Unavailable
 from server.generation import GenerationStream
 from server.long_strings import MIN_BYTES
 from server.pooling import Dimensions, as_float32, embedding_of, load_pooling
+from server.request_context import RequestContext, current_request
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 from tests.server.fakes import MODEL, Api, FakeEngine, StoreHarness, api, ids_of, say, services
 
@@ -83,6 +85,22 @@ def test_what_is_served_at_the_limits() -> None:
         ):
             assert client.post(EMBEDDINGS, body).status_code == 200
         assert {(each.sampling.max_tokens, each.n) for each in engine.submitted} == {(0, 1)}
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_what_answers_hold_is_bounded(form: str) -> None:
+    memory = AnswerMemory(40 * HIDDEN_SIZE * 40)
+    client = Api(services(FakeEngine(say("")), answer_memory=memory))
+    token = current_request.set(RequestContext(""))
+    try:
+        body = {"input": [[5]] * 40, "encoding_format": form}
+        answer = client.post(EMBEDDINGS, body)
+        assert answer.status_code == 200
+        assert memory.used > len(answer.content) * 0.8
+        memory.used = 40 * HIDDEN_SIZE * 39  # others'
+        assert client.post(EMBEDDINGS, body).status_code == 429
+    finally:
+        current_request.reset(token)
 
 
 def test_embeddings_where_they_are_not_taken() -> None:

@@ -65,6 +65,26 @@ def test_long_texts_are_encoded_in_a_thread(length: int, in_thread: bool, monkey
     wrapped.close()
 
 
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """The interpreter's lock is not held for all of it: every stream of the process would stand still."""
+    given_tokenizer, turns, done = tokenizer(), 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.wait(0.0005):
+            turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = turns
+    ids = given_tokenizer._encode("The quick brown fox. " * 50_000, True, None)
+    counted = turns - before
+    done.set()
+    other.join()
+    assert len(ids) > 50_000
+    assert counted > 10
+
+
 def test_a_text_that_cannot_fit_is_known_by_its_length() -> None:
     longest = max(len(name) for name in tokenizer().transformers.get_vocab())
     assert not tokenizer().is_longer_than("x" * (10 * longest), 10)
