@@ -27,8 +27,10 @@ _MIXED_ENTRIES = (32, 96)
 _MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 576, 640, 768, 1024, 1280, 1536, 2048,
                3072, 4096, 5120, 6144, 7168, 8192)  # fmt: skip
 _BESIDE = 32
-"""Decodes beside which prompt rows are timed."""
+"""Decodes beside which prompt rows are timed, if so many may run."""
 _SAMPLING_ASKS = (Asks(), Asks(filters=True))
+_WORTH_A_STEP = 128
+"""Prompt rows: of fewer a prompt would need many steps, whatever they cost."""
 _REPLAYS = 4
 _MANY_ROWS = 2048
 """Beyond these, entries that aren't there no longer count."""
@@ -111,15 +113,17 @@ class StepGraphs:
         return graph
 
     def cheapest_prompt_rows(self) -> int | None:
-        """Prompt rows beside _BESIDE decodes that take the least time each, as the graphs take it when nothing is
+        """Prompt rows beside some decodes that take the least time each, as the graphs take it when nothing is
         scheduled: all but attention. None where too little is captured to tell."""
-        decode = self.forward(StepSize(_BESIDE, _BESIDE, _BESIDE, 1))
-        sizes = [StepSize(rows, _BESIDE + 1, _BESIDE, 1) for rows in self.mixed_sizes if rows >= 2 * _BESIDE]
-        mixed = {size.rows - _BESIDE: graph for size in sizes if (graph := self.forward(size)) is not None}
+        beside = min(_BESIDE, self._sizes[-1] - 1)
+        decode = self.forward(StepSize(beside, beside, beside, 1))
+        worth = [rows for rows in self.mixed_sizes if rows >= beside + _WORTH_A_STEP]
+        sizes = [StepSize(rows, beside + 1, beside, 1) for rows in worth]
+        mixed = {size.rows - beside: graph for size in sizes if (graph := self.forward(size)) is not None}
         if decode is None or not mixed:
             return None
         alone = _milliseconds(decode)
-        costs = {rows: (_milliseconds(graph) - alone) / rows for rows, graph in mixed.items()}
+        costs: dict[int, float] = {rows: (_milliseconds(graph) - alone) / rows for rows, graph in mixed.items()}
         return min(costs, key=lambda rows: costs[rows])
 
     def forward(self, size: StepSize) -> torch.cuda.CUDAGraph | None:
@@ -137,7 +141,7 @@ class StepGraphs:
 
 def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     """The least of a few replays."""
-    times: list[float] = []
+    times = list[float]()
     for _ in range(_REPLAYS):
         begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

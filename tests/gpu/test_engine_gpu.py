@@ -122,7 +122,10 @@ def test_sampling_is_the_same_as_on_the_cpu(tiny_model: Callable[[Family], Path]
 
 
 def test_prompts_beside_decodes_are_paced_by_what_the_graphs_take(tiny_model: Callable[[Family], Path]) -> None:
-    scheduler = gpu_harness(tiny_model("llama"), max_num_batched_tokens=512).engine.scheduler
-    assert scheduler.pace.least + 32 in scheduler.padded_sizes and scheduler.pace.least <= scheduler.pace.most
+    for max_num_seqs, beside in ((64, 32), (8, 7)):
+        scheduler = gpu_harness(
+            tiny_model("llama"), max_num_batched_tokens=512, max_num_seqs=max_num_seqs
+        ).engine.scheduler
+        assert scheduler.pace.least + beside in scheduler.padded_sizes and scheduler.pace.least <= scheduler.pace.most
     fixed = gpu_harness(tiny_model("llama"), chunked_prefill_size=100).engine.scheduler.pace
     assert fixed.least == fixed.most == 100

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner import step_graphs
 from runner.sampler import Asks
 from runner.step_graphs import StepGraphs, StepSize
 
@@ -166,3 +167,34 @@ def test_out_of_memory_is_not_survived(cuda: FakeCuda, caplog: pytest.LogCapture
 
     with pytest.raises(torch.OutOfMemoryError):
         StepGraphs(8, 64, 1000, 300).capture(work, work, print)
+
+
+@pytest.mark.parametrize(
+    "max_num_seqs, times, expected",
+    [
+        # Reading the weights of a large model takes longer than computing with a few hundred rows …
+        (256, {64: 5.0, 128: 5.8, 192: 6.4, 256: 6.9, 384: 9.3, 512: 12.1, 1024: 22.4, 2048: 45.0}, 256 - 32),
+        # … and of a small one a step's launches take longer than either.
+        (256, {128: 5.3, 256: 5.6, 512: 6.1, 1024: 6.7, 2048: 8.1}, 2048 - 32),
+        # Thirty-two rows are cheaper still, but no pace for prompts.
+        (256, {64: 4.91, 256: 6.9, 512: 12.1, 2048: 45.0}, 256 - 32),
+        (8, {16: 4.91, 256: 6.9, 512: 12.1, 2048: 45.0}, 256 - 7),
+    ],
+)
+def test_prompt_rows_that_cost_least_beside_decodes(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, times: dict[int, float], expected: int
+) -> None:
+    graphs = captured(cuda, max_num_seqs, 2048)
+
+    def milliseconds(graph: Any) -> float:
+        size: StepSize = graph.size
+        return 4.9 if size.decodes == size.entries else times.get(size.rows, 1000.0)
+
+    monkeypatch.setattr(step_graphs, "_milliseconds", milliseconds)
+    assert graphs.cheapest_prompt_rows() == expected
+
+
+def test_prompt_rows_are_not_timed_where_too_little_is_captured(cuda: FakeCuda) -> None:
+    assert captured(cuda, 64, 96).cheapest_prompt_rows() is None
+    cuda.failing = {StepSize(32, 32, 32, 300)}
+    assert captured(cuda, 64, 2048).cheapest_prompt_rows() is None
