@@ -25,7 +25,8 @@ PIECE_BYTES = 512 * 1024
 _THREADS = 4
 """What one core receives, two hash."""
 
-threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="rows")
+# One core is the event loop's: a thread that is given the interpreter's lock and has no core holds up everything.
+threads = ThreadPoolExecutor(min(_THREADS, max(1, (os.cpu_count() or 1) - 1)), thread_name_prefix="rows")
 """None before they are needed."""
 
 

@@ -82,6 +82,11 @@ def test_by_single_bytes() -> None:
     tensor = files.rows(400, HIDDEN, dtype="bfloat16")
     payload = safetensors.torch.save({"a": tensor})
     assert arrive([*cut(payload[:400_000], 1), *cut(payload[400_000:], 1, 5000)]).data == files.raw(tensor)
+    file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+    file.add(payload[:300_000])
+    for at in range(300_000, 301_000):
+        file.add(payload[at : at + 1])
+    assert file._values is not None and len(file._values._runs) == 2
 
 
 @pytest.mark.parametrize("row", [0, 700, ROWS - 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import mmap
 import threading
 import time
 import tracemalloc
@@ -14,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from server.embeddings import EmbeddingError, Rows, decode_base64_embedding, decode_embedding
+from server.embeddings import EmbeddingError, Rows, _decoded, decode_base64_embedding, decode_embedding
 from server.file_tensor import HEADER_ROOM
+from server.pages import Gathered
 from tests.server import embedding_files as files
 from tests.server.embedding_files import HIDDEN, MAX_ROWS, TORCH_DTYPES, refusal, rows
 
@@ -70,6 +72,17 @@ def test_base64_in_pieces(padding: int, target: str) -> None:
         assert decode64(each, target, 500, 3000) == expected
     npy = base64.b64encode(files.npy_file(tensor.float().numpy()))
     assert decode64(npy, target, 500, 3000) == expected
+
+
+def test_what_is_given_back_is_not_the_next_pieces() -> None:
+    """Two pieces that share four characters, at the end of a page of a body's memory."""
+    payload = np.random.default_rng(0).bytes(1 << 20)
+    body = Gathered()
+    body.add(base64.b64encode(payload))
+    end = 200 * mmap.PAGESIZE // 4 * 3 - 1
+    found = [b"".join(_decoded(body.view, *each)) for each in ((0, end), (end, len(payload)))]
+    assert b"".join(found) == payload
+    assert not any(body.view[mmap.PAGESIZE : 200 * mmap.PAGESIZE - mmap.PAGESIZE])
 
 
 @pytest.mark.parametrize("at", [10, 700_000, 2_000_001, -3])
