@@ -127,7 +127,13 @@ class Engine:
         hf_config = read_model_config(config, path)
         text_config = hf_config.get_text_config()
         limits = choose_limits(config, max_positions(text_config), device)
-        model, backend = load_checked(config, path, device, choose_dtype(config, text_config), limits.max_model_len)
+        dtype = choose_dtype(config, text_config)
+        if device.type == "cpu":
+            from runner.kernels.cpu import compile_kernels
+
+            compile_kernels(dtype, progress)
+        progress(f"loading the weights of {path}")
+        model, backend = load_checked(config, path, device, dtype, limits.max_model_len)
         weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         progress("sizing the KV cache")
         captured = device.type == "cuda" and backend.capturable and not config.enforce_eager

@@ -34,10 +34,14 @@ CPU_CHUNK = 64
 def make_backend(config: RunnerConfig, model: Model) -> AttentionBackend:
     """Raises BadConfiguration where the one that was asked for can't run here."""
     name, on_cuda = config.attention_backend, model.device.type == "cuda"
-    if name == "sdpa" or (name == "auto" and not on_cuda):
+    if name == "sdpa":
         from runner.attention.sdpa import SdpaAttention
 
         return SdpaAttention()
+    if name == "auto" and not on_cuda:
+        from runner.attention.cpu_attention import CpuAttention
+
+        return CpuAttention()
     if not on_cuda:
         raise BadConfiguration(f"--attention-backend {name} needs a CUDA device")
     from runner.attention import flash_attention_3

@@ -1,4 +1,5 @@
-"""Paged attention in plain torch: what the CPU runs, and the reference that the Triton kernels are held against."""
+"""Paged attention in plain torch: the reference that kernels are held against, and what the CPU
+computes prompts with (`attention.cpu_attention`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from runner.attention.backend import AttentionBatch
 
 
 @dataclass
-class _Group:
+class Group:
     """Sequences that go through one call: all decodes of a step, or one chunk of a prompt."""
 
     rows: slice
@@ -38,7 +39,9 @@ class _Group:
     def cached(self, cache: Tensor) -> Tensor:
         """[sequences, num_kv_heads, length, head_dim], gathered from the blocks. What lies past a sequence's end is
         some other block's; the mask hides it."""
-        return cache[self.blocks].flatten(1, 2)[:, : self.length].transpose(1, 2)
+        # Whole blocks are copied: an index over four dimensions would be looked up for each value.
+        found = cache.flatten(1).index_select(0, self.blocks.flatten())
+        return found.view(len(self.blocks), -1, *cache.shape[2:])[:, : self.length].transpose(1, 2)
 
 
 class SdpaAttention:
@@ -50,36 +53,42 @@ class SdpaAttention:
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, *, scale: float,
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         if batch.plan is None:
-            batch.plan = _groups(batch)
+            decodes = [] if batch.num_decodes == 0 else [_group(batch, slice(0, batch.num_decodes))]
+            batch.plan = decodes + chunk_groups(batch)
         parts = []
         kv_heads, head_dim = key_cache.shape[2:]
         for i, group in enumerate(batch.plan):
-            key, value, mask = group.cached(key_cache), group.cached(value_cache), group.mask(window)
-            rows = query[group.rows]
             if i == 0 and batch.num_decodes:
+                key, value, mask = group.cached(key_cache), group.cached(value_cache), group.mask(window)
+                rows = query[group.rows]
                 # The query heads that share a KV head become the rows of one attention: no key is repeated in memory.
                 grouped = rows.view(len(rows), kv_heads, -1, head_dim)
                 parts.append(_attention(grouped, key, value, mask[:, None, None], scale, softcap).flatten(1, 2))
             else:
-                out = _attention(rows.transpose(0, 1)[None], key, value, mask, scale, softcap)
-                parts.append(out[0].transpose(0, 1))
+                parts.append(attend_chunk(group, query, key_cache, value_cache, scale, window, softcap))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _groups(batch: AttentionBatch) -> list[_Group]:
-    """Worked out once a step: the same for every layer."""
-    block_size, decodes = batch.key_caches[0].shape[1], batch.num_decodes
+def attend_chunk(group: Group, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float,
+                 window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
+    """[rows, num_heads, head_dim]: the group's rows of `query`, which are a chunk of one prompt, over its cache."""
+    rows = query[group.rows].transpose(0, 1)[None]
+    key, value = group.cached(key_cache), group.cached(value_cache)
+    return _attention(rows, key, value, group.mask(window), scale, softcap)[0].transpose(0, 1)
 
-    def group(entries: slice) -> _Group:
-        rows = slice(batch.host_starts[entries.start], batch.host_starts[entries.stop])
-        length = max(batch.host_seq_lens[entries])
-        blocks = batch.block_table[batch.entry_slots[entries].long(), : -(-length // block_size)].long()
-        positions = batch.positions[rows, None]
-        until = positions + 1 if batch.attend_until is None else batch.attend_until[rows, None]
-        return _Group(rows, positions, blocks, length, until)
 
-    chunks = [group(slice(entry, entry + 1)) for entry in range(decodes, batch.num_entries)]
-    return [group(slice(0, decodes)), *chunks] if decodes else chunks
+def chunk_groups(batch: AttentionBatch) -> list[Group]:
+    """One for each entry that isn't a decode. Worked out once a step: the same for every layer."""
+    return [_group(batch, slice(entry, entry + 1)) for entry in range(batch.num_decodes, batch.num_entries)]
+
+
+def _group(batch: AttentionBatch, entries: slice) -> Group:
+    rows = slice(batch.host_starts[entries.start], batch.host_starts[entries.stop])
+    length = max(batch.host_seq_lens[entries])
+    blocks = batch.block_table[batch.entry_slots[entries].long(), : -(-length // batch.key_caches[0].shape[1])].long()
+    positions = batch.positions[rows, None]
+    until = positions + 1 if batch.attend_until is None else batch.attend_until[rows, None]
+    return Group(rows, positions, blocks, length, until)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

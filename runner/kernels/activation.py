@@ -26,7 +26,9 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         from runner.kernels.activation_triton import gated_triton
 
         return gated_triton(gate_up, activation)
-    return gated_reference(gate_up, activation)
+    from runner.kernels.activation_cpu import gated_cpu
+
+    return gated_cpu(gate_up, activation)
 
 
 def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -26,7 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
         from runner.kernels.rms_norm_triton import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps, unit_offset)
-    return rms_norm_reference(x, weight, eps, unit_offset)
+    from runner.kernels.rms_norm_cpu import rms_norm_cpu
+
+    return rms_norm_cpu(x, weight, eps, unit_offset)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
@@ -43,7 +45,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
         from runner.kernels.rms_norm_triton import add_rms_norm_triton
 
         return add_rms_norm_triton(x, residual, weight, eps, unit_offset)
-    return add_rms_norm_reference(x, residual, weight, eps, unit_offset)
+    from runner.kernels.rms_norm_cpu import add_rms_norm_cpu
+
+    return add_rms_norm_cpu(x, residual, weight, eps, unit_offset)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float,

@@ -52,7 +52,9 @@ def rope_and_write(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, 
         from runner.kernels.rope_triton import rope_and_write_triton
 
         return rope_and_write_triton(query, key, value, table, positions, key_cache, value_cache, cache_index, norm)
-    return rope_and_write_reference(query, key, value, table, positions, key_cache, value_cache, cache_index, norm)
+    from runner.kernels.rope_cpu import rope_and_write_cpu
+
+    return rope_and_write_cpu(query, key, value, table, positions, key_cache, value_cache, cache_index, norm)
 
 
 def rope_and_write_reference(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, positions: Tensor,

@@ -147,7 +147,7 @@ def test_the_health_check_where_clients_need_a_certificate(engine: Engine, image
 def test_it_writes_nothing_that_stays(container: Container, engine: Engine) -> None:
     """After all that the tests above asked of it: only caches, and sockets in /tmp."""
     assert container.execute("touch", "/opt/models/x", check=False).returncode != 0
-    found = container.execute("sh", "-c", "find /tmp /cache -type f -not -name lock").stdout
+    found = container.execute("sh", "-c", "find /tmp /cache -type f -not -name lock -not -path '/cache/numba/*'").stdout
     assert found == ""
     changed = engine.call("diff", container.name).stdout.split("\n")
     assert [line for line in changed if line[:1] == "A" and not line[2:].startswith(("/run", "/etc", "/dev"))] == []

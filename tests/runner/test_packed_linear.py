@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from numba import njit
 from torch import nn
 
+import runner.kernels.packed_linear_cpu as kernels
+from runner.kernels._numba import FAST, Kernel, helper
+from runner.kernels.packed_linear_cpu import has_dot_product, is_known_layout, packed_linear_cpu
 from runner.packed_linear import PackedLinear, can_pack, pack_linears
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this machine's oneDNN has no bfloat16")
@@ -23,6 +27,51 @@ def test_the_product_is_the_same(rows: int, bias: bool) -> None:
     assert packed.shape == exact.shape and packed.dtype == torch.bfloat16
     # One rounding to bfloat16 (8 bits) of a sum that is kept in float32.
     torch.testing.assert_close(packed.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["dot products", "without"])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_few_rows_are_multiplied_by_our_own_kernel(bias: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fused and not has_dot_product():
+        pytest.skip("this machine has no dot product of bfloat16")
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "has_dot_product", lambda: fused)
+    # Compiled anew, both parts: not what an earlier test, or the cache, has left.
+    monkeypatch.setattr(kernels, "_multiply_columns", helper(kernels._multiply_columns.py_func))
+    own = njit(fastmath=FAST, error_model="numpy")(kernels._linear.py_func)
+    monkeypatch.setattr(kernels, "PACKED_LINEAR", Kernel(own, "i" * 11))
+    # Widths that don't fill the last block, and inputs that don't; more rows than a tile has.
+    for inputs, outputs in ((96, 80), (50, 100), (64, 64), (576, 200)):
+        linear = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+        layer = PackedLinear(linear)
+        assert layer._own_rows
+        for rows in (1, 2, 5, 6, 7, 13):
+            wide = torch.randn(rows, inputs + 6, dtype=torch.bfloat16)
+            out = packed_linear_cpu(wide[:, :inputs], layer._address, linear.bias, outputs)
+            exact = nn.functional.linear(wide[:, :inputs].double(), linear.weight.double(),
+                                         linear.bias.double() if bias else None)  # fmt: skip
+            torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+def test_an_unknown_layout_is_left_to_onednn() -> None:
+    weight = torch.randn(80, 96).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    assert is_known_layout(weight, address, size)
+    assert not is_known_layout(weight, address, size + 2)
+    assert not is_known_layout(weight[:, :95], address, size)
+    weight[79, 95] += 1  # in the last block
+    assert not is_known_layout(weight, address, size)
+    plain = torch.randn(64, 64).bfloat16()
+    assert not is_known_layout(plain, plain.data_ptr(), plain.nbytes)
+
+
+@torch.inference_mode()
+def test_a_row_whose_values_lie_apart() -> None:
+    linear = nn.Linear(96, 80, bias=False, dtype=torch.bfloat16)
+    rows = torch.randn(96, 3, dtype=torch.bfloat16).t()
+    torch.testing.assert_close(PackedLinear(linear)(rows), linear(rows), rtol=2**-6, atol=2**-7)
 
 
 def test_only_plain_bfloat16_layers_are_replaced() -> None:

@@ -42,6 +42,16 @@ def triton_device() -> Iterator[torch.device]:
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 and Triton")
 
 
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of torch and of the CPU's kernels. Skips where there is no Numba: a GPU's machine need not have it."""
+    pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 def _teach_bf16(patch: pytest.MonkeyPatch) -> None:
     """The interpreter keeps bf16 as its bits. Its `dot` multiplies those, and its conversion from fp32 cuts bits off
     where a GPU rounds."""

@@ -123,6 +123,12 @@ def run_triton(query: Tensor, batch: AttentionBatch, case: Case, device: torch.d
     return TritonAttention(**tiles).attend(*args, **case.options()).cpu()
 
 
+def run_on_cpu(query: Tensor, batch: AttentionBatch, case: Case) -> Tensor:
+    from runner.attention.cpu_attention import CpuAttention  # needs Numba, which a GPU's machine may lack
+
+    return CpuAttention().attend(query, batch.key_caches[0], batch.value_caches[0], batch, **case.options())
+
+
 def dense(query: Tensor, case: Case, sequences: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Each sequence by transformers' eager attention, under transformers' mask, in fp32."""
     module = SimpleNamespace(num_key_value_groups=case.heads // case.kv_heads, training=False)
@@ -202,6 +208,25 @@ def test_sdpa_is_eager_attention_under_the_masks_of_transformers(case: Case) -> 
     case = Case(**{**vars(case), "garbage": "large"})
     query, batch, sequences = make_batch(case)
     out = SdpaAttention().attend(query, batch.key_caches[0], batch.value_caches[0], batch, **case.options())
+    assert_close(out, dense(query, case, sequences), case.dtype)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_the_cpu(case: Case, dtype: torch.dtype, threads: int) -> None:
+    # Chunks are SDPA's, see above; decodes read nothing that isn't theirs.
+    chunks = any(rows > 1 for rows, _ in case.entries)
+    case = Case(**{**vars(case), "dtype": dtype, "garbage": "large" if chunks else "nan"})
+    query, batch, sequences = make_batch(case)
+    out = run_on_cpu(query, batch, case)
+    assert out.is_contiguous() and out.dtype == dtype
+    assert_close(out[: case.num_rows], dense(query, case, sequences), dtype)
+
+
+def test_a_long_decode_is_shared_by_its_heads(threads: int) -> None:
+    case = Case(((1, 2000), (1, 3)), heads=9, kv_heads=3, dtype=torch.bfloat16, garbage="nan")
+    query, batch, sequences = make_batch(case)
+    out = run_on_cpu(query, batch, case)
     assert_close(out, dense(query, case, sequences), case.dtype)
 
 

@@ -39,10 +39,26 @@ def test_references_are_the_modules_of_transformers(
     shape: tuple[int, int], unit_offset: bool, dtype: torch.dtype
 ) -> None:
     x, residual, weight = make_case(shape, dtype)
-    assert torch.equal(rms_norm(x, weight, EPS, unit_offset), theirs(x, weight, unit_offset))
-    normed, total = add_rms_norm(x, residual, weight, EPS, unit_offset)
+    assert torch.equal(rms_norm_reference(x, weight, EPS, unit_offset), theirs(x, weight, unit_offset))
+    normed, total = add_rms_norm_reference(x, residual, weight, EPS, unit_offset)
     assert torch.equal(total, residual + x)
     assert torch.equal(normed, theirs(total, weight, unit_offset))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 576)])
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_the_cpu(shape: tuple[int, int], unit_offset: bool, dtype: torch.dtype, threads: int) -> None:
+    x, residual, weight = make_case(shape, dtype)
+    before = x.clone(), residual.clone()
+    expected, expected_total = add_rms_norm_reference(x, residual, weight, EPS, unit_offset)
+    normed, total = add_rms_norm(x, residual, weight, EPS, unit_offset)
+    rtol, atol = {torch.float32: (1e-5, 1e-6), torch.float16: (2**-9, 1e-6)}.get(dtype, (2**-6, 1e-6))
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, rtol=rtol, atol=atol)
+    alone = rms_norm(x, weight, EPS, unit_offset)
+    torch.testing.assert_close(alone, rms_norm_reference(x, weight, EPS, unit_offset), rtol=rtol, atol=atol)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
 @each_shape

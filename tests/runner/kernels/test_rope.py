@@ -75,9 +75,25 @@ def test_reference_is_norm_rope_and_write_of_transformers(case: Case) -> None:
     caches[0].view(-1, *key.shape[1:])[index] = expected_key
     caches[1].view(-1, *key.shape[1:])[index] = value
 
-    out = rope_and_write(query, key, value, RopeTable(cos, sin), positions, key_cache, value_cache, index, norm)
+    table = RopeTable(cos, sin)
+    out = rope_and_write_reference(query, key, value, table, positions, key_cache, value_cache, index, norm)
     assert torch.equal(out, expected_query) and out.is_contiguous()
     assert torch.equal(key_cache, caches[0]) and torch.equal(value_cache, caches[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rope_on_the_cpu(case: Case, dtype: torch.dtype, threads: int) -> None:
+    args, norm = make_args(case, dtype)
+    query, key, value, cos, sin, positions, key_cache, value_cache, index = args
+    table, keys, values = RopeTable(cos, sin), key_cache.clone(), value_cache.clone()
+    expected = rope_and_write_reference(query, key, value, table, positions, keys, values, index, norm)
+    out = rope_and_write(query, key, value, table, positions, key_cache, value_cache, index, norm)
+    # With a norm a sum's order may round a head's factor otherwise.
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else ((2**-6, 6e-2) if norm else (0, 0))
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(key_cache, keys, rtol=rtol, atol=atol)
+    assert torch.equal(value_cache, values) and out.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -1,0 +1,26 @@
+"""All kernels of the CPU, compiled for a model's dtype while it is loaded, so that no request waits for it.
+
+Called by `Engine.load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from runner.kernels.activation_cpu import GATED
+from runner.kernels.decode_attention_cpu import DECODE_ATTENTION
+from runner.kernels.packed_linear_cpu import PACKED_LINEAR
+from runner.kernels.rms_norm_cpu import RMS_NORM
+from runner.kernels.rope_cpu import ROPE
+
+
+def compile_kernels(dtype: torch.dtype, progress: Callable[[str], None] = lambda stage: None) -> None:
+    """Some seconds the first time; then the compiled code is read from the disk (`kernel_cache`)."""
+    kernels = [RMS_NORM, ROPE, GATED, DECODE_ATTENTION]
+    if dtype == torch.bfloat16:
+        kernels.append(PACKED_LINEAR)
+    for done, kernel in enumerate(kernels, 1):
+        progress(f"compiling kernels: {done} of {len(kernels)}")
+        kernel.compile(dtype)

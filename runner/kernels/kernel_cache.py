@@ -1,0 +1,47 @@
+"""Where the CPU's kernels are kept once they are compiled.
+
+Used by `kernels._numba` before any kernel is declared. The folder's name holds a digest of the kernels' sources and of
+what compiles them, so what is found in it was made of these very files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib import metadata
+from pathlib import Path
+
+import numba
+
+from runner.default_model import DefaultModelError, cache_folder
+
+
+def use_cache() -> bool:
+    """Tells Numba of the folder: `$NUMBA_CACHE_DIR`, or `kernels` beside the converted models. False where it can't be
+    written: kernels are then compiled at every start."""
+    folder = _folder()
+    if folder is None:
+        return False
+    numba.config.CACHE_DIR = str(folder)
+    return True
+
+
+def _folder() -> Path | None:
+    configured = os.environ.get("NUMBA_CACHE_DIR")
+    try:
+        folder = (Path(configured) if configured else cache_folder() / "kernels") / _digest()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What lies in it is code: it has to be our own.
+        is_ours = folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, DefaultModelError):
+        return None
+    return folder if is_ours else None
+
+
+def _digest() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("numba", "llvmlite"):
+        digest.update(metadata.version(name).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()

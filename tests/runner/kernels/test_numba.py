@@ -1,0 +1,97 @@
+"""What the CPU's kernels are made of: rounding, exponentials, threads, and the folder that they are kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+numba = pytest.importorskip("numba", reason="a GPU's machine need not have it")
+
+from runner.kernels import kernel_cache  # noqa: E402
+from runner.kernels._numba import DTYPES, INT, Kernel, exp, fork, helper, kernel, narrow, rows, team, wide  # noqa: E402
+
+
+@kernel
+def _cast(tag: Any, source: int, target: int, back: int, size: int) -> None:
+    wider, stored, again = rows(np.float32(0), source, size), rows(tag, target, size), rows(np.float32(0), back, size)
+    for i in range(size):
+        stored[i] = narrow(tag, wider[i])
+        again[i] = wide(stored[i])
+
+
+@kernel
+def _exp(tag: Any, source: int, target: int, size: int) -> None:
+    x, out = rows(tag, source, size), rows(tag, target, size)
+    for i in range(size):
+        out[i] = exp(x[i])
+
+
+@helper
+def _note(thread: int, threads: int, tag: Any, out: int) -> None:
+    rows(INT, out, threads)[thread] += thread + 1
+
+
+@kernel
+def _notes(tag: Any, team: int, out: int) -> None:
+    fork(team, _note, (tag, out))
+
+
+CAST, EXP, NOTES = Kernel(_cast, "iiii"), Kernel(_exp, "iii"), Kernel(_notes, "ii")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (20000,)).int()
+    values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])])
+    # Numbers too small for a normal bfloat16: machines may take them for zero.
+    values = values[(values.abs() >= 2**-126) | ~values.isfinite() | (values == 0)]
+    stored, back = torch.empty(len(values), dtype=dtype), torch.empty(len(values))
+    CAST(dtype, values.data_ptr(), stored.data_ptr(), back.data_ptr(), len(values))
+    torch.testing.assert_close(stored, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back, values.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_exponentials() -> None:
+    x = torch.cat([torch.linspace(-87, 88, 100_001), torch.tensor([0.0, -200.0, -torch.inf])])
+    out = torch.empty_like(x)
+    EXP(torch.float32, x.data_ptr(), out.data_ptr(), len(x))
+    torch.testing.assert_close(out, x.double().exp().float(), rtol=2.5e-7, atol=2e-38)
+
+
+def test_every_thread_of_the_team_runs_once(threads: int) -> None:
+    notes = torch.zeros(3, dtype=torch.int32)
+    for _ in range(100):
+        NOTES(torch.float32, team(), notes.data_ptr())
+    assert notes.tolist() == [100 * (n + 1) if n < threads else 0 for n in range(3)]
+
+
+def test_kernels_are_kept_where_only_we_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert kernel_cache.use_cache()
+    folders.append(Path(numba.config.CACHE_DIR))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
+    assert kernel_cache.use_cache()
+    folders.append(Path(numba.config.CACHE_DIR))
+    assert [folder.parent for folder in folders] == [tmp_path / "xdg" / "intarsia" / "kernels", tmp_path / "own"]
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+    monkeypatch.setattr("os.geteuid", lambda: 12345)  # as another user finds it
+    assert not kernel_cache.use_cache()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/nowhere")
+    assert not kernel_cache.use_cache()
+
+
+def test_another_version_of_a_kernel_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("one")
+    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    before = kernel_cache._digest()
+    assert before == kernel_cache._digest()
+    (tmp_path / "a.py").write_text("two")
+    assert before != kernel_cache._digest()
