@@ -60,12 +60,11 @@ class Pages(mmap.mmap):
             self.madvise(_MADV_POPULATE_WRITE, start, end - start)
 
     def give_back(self) -> None:
-        """Piece by piece; then it is closed."""
+        """Piece by piece."""
         if _MADV_DONTNEED is not None:
             for start in range(0, len(self), _PIECE_BYTES):
                 self.madvise(_MADV_DONTNEED, start, min(_PIECE_BYTES, len(self) - start))
                 give_turn()
-        self.close()
 
     def give_back_part(self, start: int, end: int) -> None:
         """Those of its pages that lie wholly between. They read as zeros then."""
@@ -108,17 +107,19 @@ class _Freeing:
 
     def _run(self) -> None:
         while True:
-            freed = self._waiting.get()
-            if isinstance(freed, int):
-                os.close(freed)  # which gives up the interpreter's lock, and so does closing a mapping
-                continue
-            if isinstance(freed, SharedView):
-                freed.close()
-                continue
-            try:
-                freed.give_back()
-            except (OSError, ValueError):  # a system that does not let them go in pieces
-                freed.close()
+            _free(self._waiting.get())
+
+
+def _free(freed: Pages | SharedView | int) -> None:
+    if isinstance(freed, int):
+        os.close(freed)  # which gives up the interpreter's lock, and so does closing a mapping
+        return
+    if isinstance(freed, Pages):
+        with contextlib.suppress(OSError, ValueError):  # a system that does not let them go in pieces
+            freed.give_back()
+    # The collector finds what is in a cycle before the views of it that are in the same: it is freed with the last.
+    with contextlib.suppress(BufferError):
+        freed.close()
 
 
 _freeing = _Freeing()

@@ -143,3 +143,18 @@ def test_where_pages_do_not_go_in_pieces_they_go_at_once(monkeypatch: pytest.Mon
         pages[:] = b"x" * len(pages)
         del pages
         eventually(lambda: resident() < before + 8 * MIB)
+
+
+def test_what_the_collector_finds_does_not_end_the_thread() -> None:
+    """It finalises what is in a cycle before it lets go of the views of it that are in the same."""
+    before = resident()
+    pages = Pages(48 * MIB)
+    pages[:] = b"x" * len(pages)
+    view = memoryview(pages)
+    pages.__del__()
+    eventually(lambda: resident() < before + 8 * MIB)
+    other = Pages(48 * MIB)
+    other[:] = b"x" * len(other)
+    del other
+    eventually(lambda: resident() < before + 8 * MIB)
+    view.release()
