@@ -36,9 +36,10 @@ class PackedLinear(nn.Module):
             if rows.dim() == 2:
                 return packed_linear_cpu(rows, self._address, self._bias, self.out_features)
             flat = rows.reshape(-1, self.in_features)
-            return packed_linear_cpu(flat, self._address, self._bias, self.out_features).view(*rows.shape[:-1], -1)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return out
+            out = packed_linear_cpu(flat, self._address, self._bias, self.out_features)
+            return out.view(*rows.shape[:-1], self.out_features)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        return result
 
 
 def can_pack() -> bool:

@@ -53,7 +53,9 @@ def with_shared(spans: Sequence[Span], frames: list[memoryview], row_size: int) 
 def map_rows(shared: SharedRows, size: int) -> memoryview:
     """The whole file, which must have `size` bytes: read-only. Raises RowsGone."""
     try:
-        descriptor = os.open(f"/proc/{shared.process}/fd/{shared.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        # Whatever else has that number now must not be waited for.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        descriptor = os.open(f"/proc/{shared.process}/fd/{shared.descriptor}", flags)
     except OSError:
         raise RowsGone from None
     try:

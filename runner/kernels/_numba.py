@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ import torch
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import NullCache
 from numba.extending import intrinsic
 from torch import Tensor
 
 from runner.kernels.kernel_cache import use_cache
+
+log = logging.getLogger(__name__)
 
 _I32 = ir.IntType(32)
 
@@ -50,6 +54,8 @@ BFLOAT = _BFloat()
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be taken in any order; infinities and NaN stay what they are."""
 kernel = functools.partial(njit, cache=use_cache(), fastmath=FAST, error_model="numpy", boundscheck=False)
+long_kernel = functools.partial(kernel, nogil=True)
+"""For what may take milliseconds: other threads go on meanwhile."""
 helper = functools.partial(njit, fastmath=FAST, error_model="numpy", boundscheck=False, inline="never")
 
 _TAGS = {torch.bfloat16: types.uint16, torch.float16: types.int16, torch.float32: types.float32}
@@ -74,7 +80,12 @@ class Kernel:
     def compile(self, dtype: torch.dtype) -> Callable[..., None]:
         """Takes a second, or some milliseconds where the kernel is found on the disk."""
         signature = (_TAGS[dtype], *self._arguments)
-        self._function.compile(signature)
+        try:
+            self._function.compile(signature)
+        except Exception as error:  # whatever a full disk or a damaged file makes of the cache
+            log.warning("a compiled kernel can't be kept or read, and is compiled anew: %s", error)
+            self._function._cache = NullCache()
+            self._function.compile(signature)
         entry: Callable[..., None] = self._function.overloads[signature].entry_point
         self._entries[dtype] = entry
         return entry
@@ -154,13 +165,24 @@ def wide(typingctx: Any, value: Any) -> Any:
     return types.float32(value), generate
 
 
+def _rounded_bits(builder: Any, value: Any) -> Any:
+    """In integers: LLVM's own conversion is an instruction on few machines, and on the others a function that no
+    library here has."""
+    bits = builder.bitcast(value, _I32)
+    high = builder.lshr(bits, ir.Constant(_I32, 16))
+    half = builder.add(ir.Constant(_I32, 0x7FFF), builder.and_(high, ir.Constant(_I32, 1)))
+    rounded = builder.lshr(builder.add(bits, half), ir.Constant(_I32, 16))
+    quiet = builder.or_(high, ir.Constant(_I32, 0x40))
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded), ir.IntType(16))
+
+
 @intrinsic
 def narrow(typingctx: Any, tag: Any, value: Any) -> Any:
     """A float32 as the tag's dtype is stored, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if tag == types.uint16:
-            return builder.bitcast(builder.fptrunc(args[1], BFLOAT), ir.IntType(16))
+            return _rounded_bits(builder, args[1])
         if tag == types.int16:
             return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), ir.IntType(16))
         return args[1]
@@ -172,28 +194,28 @@ def narrow(typingctx: Any, tag: Any, value: Any) -> Any:
 
 
 @functools.cache
-def _openmp() -> tuple[int, int]:
-    """Addresses of GOMP_parallel and omp_get_thread_num in the OpenMP that torch itself uses; zeros where it is
-    another library than GNU's. Kernels then run in the calling thread."""
+def _openmp() -> tuple[int, int, int]:
+    """Addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in the OpenMP that torch itself uses;
+    zeros where it is another library than GNU's. Kernels then run in the calling thread."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         library = ctypes.CDLL(str(path))
-        functions = library.GOMP_parallel, library.omp_get_thread_num
+        functions = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
     except (OSError, AttributeError):
-        return 0, 0
+        return 0, 0, 0
     return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)  # type: ignore[return-value]
 
 
 class _Team:
-    """What `fork` needs, at an address: GOMP_parallel, omp_get_thread_num, the number of threads."""
+    """What `fork` needs, at an address: what `_openmp` gives, and the number of threads."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(3, np.int64)
+        self._words = np.zeros(4, np.int64)
         self.address = self._words.ctypes.data
 
     def sized(self, threads: int) -> int:
-        parallel, number = _openmp()
-        self._words[:] = parallel, number, threads if parallel else 1
+        functions = _openmp()
+        self._words[:] = *functions, threads if functions[0] else 1
         return self.address
 
 
@@ -203,7 +225,7 @@ _team = _Team()
 def team() -> int:
     """The address of this process's team: as many threads as torch has."""
     threads = torch.get_num_threads()
-    if _team._words[2] != threads:
+    if _team._words[3] != threads:
         _team.sized(threads)
     return _team.address
 
@@ -219,15 +241,15 @@ def _call_by_all(typingctx: Any, team: Any, body: Any, args: Any) -> Any:
         i32, i64, pointer = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
         words = [
             builder.load(builder.gep(builder.inttoptr(team_address, i64.as_pointer()), [ir.Constant(i64, n)]))
-            for n in range(3)
+            for n in range(4)
         ]
-        members = [*words[1:], *cgutils.unpack_tuple(builder, packed)]
+        members = [*words[1:3], *cgutils.unpack_tuple(builder, packed)]
         struct = cgutils.pack_struct(builder, members)
         place = cgutils.alloca_once_value(builder, struct)
         outlined = _outlined(context, builder.module, body, argtypes, struct.type)
         kind = ir.FunctionType(ir.VoidType(), [pointer, pointer, i32, i32])
         parallel = builder.inttoptr(words[0], kind.as_pointer())
-        threads = builder.trunc(words[2], i32)
+        threads = builder.trunc(words[3], i32)
         data = builder.bitcast(place, pointer)
         builder.call(parallel, [builder.bitcast(outlined, pointer), data, threads, ir.Constant(i32, 0)])
         return context.get_dummy_value()
@@ -241,11 +263,16 @@ def _outlined(context: Any, module: Any, body: Any, argtypes: Any, struct: Any) 
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer]), module.get_unique_name("team_body"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    number, threads, *arguments = cgutils.unpack_tuple(
+    get_number, get_count, *arguments = cgutils.unpack_tuple(
         builder, builder.load(builder.bitcast(function.args[0], struct.as_pointer()))
     )
-    get_number = builder.inttoptr(number, ir.FunctionType(ir.IntType(32), []).as_pointer())
-    thread = builder.zext(builder.call(get_number, []), ir.IntType(64))
+
+    def ask(address: Any) -> Any:
+        getter = builder.inttoptr(address, ir.FunctionType(ir.IntType(32), []).as_pointer())
+        return builder.zext(builder.call(getter, []), ir.IntType(64))
+
+    # As many as there are, which may be fewer than were asked for.
+    thread, threads = ask(get_number), ask(get_count)
     compiled = body.dispatcher.overloads[argtypes]
     context.active_code_library.add_linking_library(compiled.library)
     callee = context.declare_function(module, compiled.fndesc)
@@ -257,7 +284,7 @@ def _outlined(context: Any, module: Any, body: Any, argtypes: Any, struct: Any) 
 @helper
 def fork(team: int, body: Any, args: Any) -> None:
     """body(thread, threads, *args) in every thread of the team, at once; returns when all have. `args` are numbers."""
-    if rows(LONG, team, 3)[2] > 1:
+    if rows(LONG, team, 4)[3] > 1:
         _call_by_all(team, body, args)
     else:
         body(0, 1, *args)
@@ -306,5 +333,5 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 __all__ = [
     "BFLOAT", "DTYPES", "FAST", "FLOAT", "INT", "LONG", "Kernel", "Scratch", "contiguous", "exp", "fork", "helper",
-    "kernel", "narrow", "prefetch", "rows", "team", "wide",
+    "kernel", "long_kernel", "narrow", "prefetch", "rows", "team", "wide",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from runner.kernels._numba import Kernel, contiguous, exp, fork, helper, kernel, narrow, rows, team, wide
+from runner.kernels._numba import Kernel, contiguous, exp, fork, helper, long_kernel, narrow, rows, team, wide
 from runner.kernels.activation import Activation
 
 _SHARED = 1 << 13
@@ -42,7 +42,7 @@ def _gate_rows(thread: int, threads: int, tag: Any, gate_up: int, out: int, num_
                 target[i] = narrow(tag, wide(narrow(tag, _gelu_tanh(wide(gate[i])))) * wide(up[i]))
 
 
-@kernel
+@long_kernel
 def _gated(tag: Any, team: int, gate_up: int, out: int, num_rows: int, size: int, is_silu: int) -> None:
     args = (tag, gate_up, out, num_rows, size, is_silu)
     if num_rows * size < _SHARED:

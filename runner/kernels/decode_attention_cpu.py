@@ -20,7 +20,7 @@ from runner.kernels._numba import (
     exp,
     fork,
     helper,
-    kernel,
+    long_kernel,
     narrow,
     prefetch,
     rows,
@@ -176,7 +176,7 @@ def _cost(length: int, window: int) -> int:
     return (min(length, window) if window else length) + 16
 
 
-@kernel
+@long_kernel
 def _attend(tag: Any, team: int, query: int, keys: int, values: int, table: int, table_width: int, slots: int,
             seq_lens: int, out: int, scratch: int, scratch_size: int, longest: int, num_entries: int, heads: int,
             kv_heads: int, head_dim: int, block_size: int, window: int, scale: float,

@@ -1,7 +1,7 @@
 """Where the CPU's kernels are kept once they are compiled.
 
 Used by `kernels._numba` before any kernel is declared. The folder's name holds a digest of the kernels' sources and of
-what compiles them, so what is found in it was made of these very files.
+what compiles them for which machine, so what is found in it was made of these very files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+import llvmlite.binding
 import numba
 
 from runner.default_model import DefaultModelError, cache_folder
@@ -42,6 +43,9 @@ def _digest() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name in ("numba", "llvmlite"):
         digest.update(metadata.version(name).encode())
+    machine = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    for part in (*machine, numba.config.CPU_NAME, numba.config.CPU_FEATURES):
+        digest.update(str(part).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -12,6 +12,7 @@ import ctypes
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -21,7 +22,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn.functional import pad
 
-from runner.kernels._numba import BFLOAT, FLOAT, Kernel, Scratch, fork, helper, kernel, narrow, rows, team, wide
+from runner.kernels._numba import BFLOAT, FLOAT, Kernel, Scratch, fork, helper, long_kernel, narrow, rows, team, wide
 
 TILE_ROWS = 6
 _TILE_COLUMNS = 64
@@ -36,6 +37,8 @@ _BFLOATS = ir.VectorType(BFLOAT, 2 * _LANES)
 
 def has_dot_product() -> bool:
     """Whether this machine multiplies and adds pairs of bfloat16 in one instruction."""
+    if numba.config.CPU_FEATURES is not None:
+        return "+avx512bf16" in numba.config.CPU_FEATURES.split(",")
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -141,7 +144,7 @@ def _multiply_columns(thread: int, threads: int, tag: Any, x: int, x_stride: int
                         target[i] = narrow(tag, source[i])
 
 
-@kernel
+@long_kernel
 def _linear(tag: Any, team: int, x: int, x_stride: int, weights: int, bias: int, out: int, out_stride: int,
             scratch: int, num_rows: int, inputs: int, outputs: int) -> None:  # fmt: skip
     fork(team, _multiply_columns, (tag, x, x_stride, weights, bias, out, out_stride, scratch, num_rows, inputs,

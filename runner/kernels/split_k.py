@@ -7,6 +7,8 @@ next (a norm, the rotation) adds them up, so that no launch and no waiting in be
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -16,6 +18,10 @@ from runner.kernels.activation import Activation, gated_reference
 MAX_ROWS = 64
 MAX_WEIGHTS = 128 << 20
 """Layers of up to 117 million weights were measured on an H200: faster than cuBLAS and an activation behind it."""
+MAX_NARROW_WEIGHTS = 8 << 20
+"""Where shared memory has no room for wide tiles."""
+_ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 160 KiB of shared memory for a program, or more; the others between them have 99."""
 BLOCK_K = 64
 
 
@@ -50,4 +56,11 @@ def takes(x: Tensor, layer: nn.Module) -> bool:
     """Whether these rows and this layer are for this file."""
     if not x.is_cuda or len(x) > MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return type(layer) is nn.Linear and layer.weight.numel() <= MAX_WEIGHTS and layer.in_features % BLOCK_K == 0
+    largest = MAX_WEIGHTS if has_room(x.device) else MAX_NARROW_WEIGHTS
+    return type(layer) is nn.Linear and layer.weight.numel() <= largest and layer.in_features % BLOCK_K == 0
+
+
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have the shared memory that wide tiles take."""
+    return torch.cuda.get_device_capability(device) in _ROOMY

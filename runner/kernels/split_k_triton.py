@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.kernels._triton import dependent_launch, tl, triton
 from runner.kernels.activation import Activation
 from runner.kernels.activation_triton import activated
-from runner.kernels.split_k import BLOCK_K
+from runner.kernels.split_k import BLOCK_K, has_room
 
 _ROWS = 64
 """Rows of a tile, most of them padding for a small step: from 64 on the tensor cores take both factors from shared
@@ -82,7 +82,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: 
     num_rows, k = x.shape
     num_outputs, gated = out.shape[-1], activation is not None
     part = triton.cdiv(k, BLOCK_K * parts) * BLOCK_K
-    block_n = _gated_block_n(num_outputs) if gated else _block_n(weight)
+    block_n = _gated_block_n(num_outputs, x) if gated else _block_n(weight)
     block_k, stages = (64, _GATED_STAGES[block_n]) if gated else (128, _STAGES[block_n])
     _split_k_kernel[(triton.cdiv(num_outputs, block_n), parts)](
         x, weight, x if bias is None else bias, out, num_rows, num_outputs,
@@ -96,8 +96,10 @@ def _block_n(weight: Tensor) -> int:
     return 32 if weight.numel() <= _LARGE else 64
 
 
-def _gated_block_n(num_outputs: int) -> int:
-    """Inputs are never split: the tiles are so wide that one wave takes them all."""
+def _gated_block_n(num_outputs: int, x: Tensor) -> int:
+    """Inputs are never split: the tiles are so wide that one wave takes them all, where there is room for such."""
+    if x.is_cuda and not has_room(x.device):
+        return 32
     return next((n for n in (32, 64) if triton.cdiv(num_outputs, n) <= _PROGRAMS), 128)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,57 @@ def test_every_thread_of_the_team_runs_once(threads: int) -> None:
     for _ in range(100):
         NOTES(torch.float32, team(), notes.data_ptr())
     assert notes.tolist() == [100 * (n + 1) if n < threads else 0 for n in range(3)]
+
+
+_ANOTHER_MACHINE = """
+import torch
+from runner.kernels import cpu
+from runner.kernels.packed_linear_cpu import has_dot_product
+from runner.kernels.rms_norm import rms_norm, rms_norm_reference
+
+assert not has_dot_product()
+cpu.compile_kernels(torch.bfloat16)
+x, weight = torch.randn(5, 100).bfloat16(), torch.randn(100).bfloat16()
+torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), rtol=1e-2, atol=1e-2)
+"""
+
+
+def test_processors_without_bfloat16(tmp_path: Path) -> None:
+    """What the compiler has no instruction for must not become a call of a function that is not there."""
+    machine = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
+    run_apart(_ANOTHER_MACHINE, {**machine, "NUMBA_CACHE_DIR": str(tmp_path)})
+
+
+_FEWER_THREADS = """
+import torch
+from runner.kernels.rms_norm import rms_norm, rms_norm_reference
+
+torch.set_num_threads(2)
+x, weight = torch.randn(64, 100), torch.randn(100)
+for _ in range(20):
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+"""
+
+
+def test_openmp_may_give_fewer_threads_than_are_asked_for() -> None:
+    run_apart(_FEWER_THREADS, {"OMP_THREAD_LIMIT": "1"})
+
+
+def test_a_damaged_cache_costs_a_warning(tmp_path: Path) -> None:
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run_apart(_FEWER_THREADS, environment)
+    for kept in tmp_path.rglob("*.nbc"):
+        kept.write_bytes(b"")
+    assert "compiled anew" in run_apart(_FEWER_THREADS, environment)
+
+
+def run_apart(code: str, environment: dict[str, str]) -> str:
+    """What Numba and OpenMP are told, they are told before they are loaded. What the process says."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stderr
 
 
 def test_kernels_are_kept_where_only_we_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
