@@ -97,7 +97,7 @@ import torch
 from runner.kernels.rms_norm import rms_norm, rms_norm_reference
 
 torch.set_num_threads(2)
-x, weight = torch.randn(64, 100), torch.randn(100)
+x, weight = torch.randn(64, 1000), torch.randn(1000)
 for _ in range(20):
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
 """
