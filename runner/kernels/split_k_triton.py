@@ -100,7 +100,7 @@ def _gated_block_n(num_outputs: int, x: Tensor) -> int:
     """Inputs are never split: the tiles are so wide that one wave takes them all, where there is room for such."""
     if x.is_cuda and not has_room(x.device):
         return 32
-    return next((n for n in (32, 64) if triton.cdiv(num_outputs, n) <= _PROGRAMS), 128)
+    return next((n for n in (32, 64) if num_outputs <= n * _PROGRAMS), 128)
 
 
 def split_k_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

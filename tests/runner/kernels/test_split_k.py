@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from runner.kernels import split_k_triton
+from runner.kernels import split_k, split_k_triton
 from runner.kernels.activation import Activation
 from runner.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from runner.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
@@ -137,3 +138,17 @@ def test_rope_of_partial_sums(case: test_rope.Case, triton_device: torch.device)
     torch.testing.assert_close(out.cpu(), expected, rtol=2**-6, atol=6e-2)
     torch.testing.assert_close(keys.cpu(), key_cache, rtol=2**-6, atol=6e-2)
     torch.testing.assert_close(values.cpu(), value_cache, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_wide_tiles_are_for_gpus_with_room_for_them(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (split_k, split_k_triton):
+        monkeypatch.setattr(module, "has_room", lambda device: room)
+    rows: Any = MagicMock(is_cuda=True, dtype=torch.bfloat16)
+    rows.__len__.return_value = 8
+    for inputs, outputs, fits in ((1024, 6144, True), (4096, 28672, room)):
+        layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+        assert split_k.takes(rows, layer) == fits
+    assert [split_k_triton._gated_block_n(n, rows) for n in (3072, 8192, 14336)] == (
+        [32, 64, 128] if room else [32] * 3
+    )
