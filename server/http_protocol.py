@@ -16,6 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from server.answer_pieces import ANSWER_REST
 from server.errors import APIError
 from server.event_stream import BODY_WRITER
 from server.no_upgrades import UpgradeFreeParser
@@ -163,7 +164,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """To the application, whose task has not begun to run yet."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            self.scope["extensions"] = {BODY_WRITER: CycleWriter(self, cycle)}  # type: ignore[dict-item]
+            extensions: dict[str, Any] = {BODY_WRITER: CycleWriter(self, cycle)}
+            if self._slow_reader is not None:
+                extensions[ANSWER_REST] = self._slow_reader.owe
+            self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         if self._no_upgrades.holds_end:

@@ -8,6 +8,7 @@ connection that a proxy may share among clients.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,6 +18,9 @@ import httptools
 
 class Callbacks(Protocol):
     """What is called of the protocol, which otherwise is called by the parser."""
+
+    @property
+    def transport(self) -> asyncio.Transport: ...
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
@@ -42,13 +46,16 @@ class UpgradeFreeParser:
 
     def feed_data(self, data: bytes) -> None:
         """Raises httptools.HttpParserError."""
-        while data:
+        rest = memoryview(data)  # A read may hold thousands of heads, and each would copy all that follows.
+        while rest:
             try:
-                self._parser.feed_data(data)
+                self._parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
+                rest = rest[upgrade.args[0] :]
                 self._resume()
+            if self._protocol.transport.is_closing():
+                return
 
     def _resume(self) -> None:
         """Where the head has ended."""

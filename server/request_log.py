@@ -66,7 +66,7 @@ class RequestLog:
                 headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
                 await send(message)
                 return
-            for piece in pieces_of(message):
+            for piece in pieces_of(message, scope):
                 context.complete = not piece.get("more_body", False)
                 await send(piece)
 

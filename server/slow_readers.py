@@ -3,7 +3,8 @@
 What a client has not read is held here and in the kernel. A stream stops being written once its connection is full, so
 a client that never reads costs little, but it costs it without end; and a whole answer is held as it is. So a
 connection that stays full has to get on: within each period by `_MIN_BYTES`, and by a part of what it held at first, so
-that large answers end too. A client that is merely slow, a voice that speaks as fast as it reads, is far from that.
+that large answers end too. What it held counts what waits for room, before it has been handed to the connection (see
+`answer_pieces`). A client that is merely slow, a voice that speaks as fast as it reads, is far from that.
 
 What is not seen here, the kernel sees (see `listener`): a peer that has vanished, or takes nothing at all.
 """
@@ -30,22 +31,34 @@ class SlowReader:
         self._transport = transport
         self._period = period
         self._timer: asyncio.TimerHandle | None = None
+        self._owed = 0
         self._fills = 0
-        """How often it has been full: more than before is progress too."""
+        """How often it has been full: more than before is progress too, of a stream."""
         self._seen = (0, 0)
         self._step = 0
 
     def on_full(self) -> None:
         self._fills += 1
         if self._timer is None:
-            held = self._held()
-            self._step = max(_MIN_BYTES, held // _MIN_PART)
-            self._watch(held)
+            self._begin()
+
+    def owe(self, nbytes: int) -> None:
+        """So much of an answer under way waits until there is room for it."""
+        is_next = nbytes > self._owed
+        self._owed = nbytes
+        if is_next and self._timer is not None:
+            self.stop()
+            self._begin()  # It has not had its time yet, and is measured by its own size.
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _begin(self) -> None:
+        held = self._held()
+        self._step = max(_MIN_BYTES, held // _MIN_PART)
+        self._watch(held)
 
     def _watch(self, held: int) -> None:
         self._seen = self._fills, held
@@ -54,10 +67,12 @@ class SlowReader:
     def _look(self) -> None:
         self._timer = None
         fills, before = self._seen
-        if not self._is_full():
+        if not self._owed and not self._is_full():
             return  # When it is again, `on_full` says so.
         held = self._held()
-        if self._fills == fills and before - held < self._step:
+        # A piece of an answer fills it as often as a little of the one before has been read: that is no progress.
+        is_filled_again = self._fills != fills and not self._owed
+        if not is_filled_again and before - held < self._step:
             self._transport.abort()
         else:
             self._watch(held)
@@ -69,7 +84,7 @@ class SlowReader:
 
     def _held(self) -> int:
         """Bytes that the client has not acknowledged, ours and the kernel's."""
-        return self._transport.get_write_buffer_size() + _kernel_bytes(self._transport)
+        return self._owed + self._transport.get_write_buffer_size() + _kernel_bytes(self._transport)
 
 
 def _kernel_bytes(transport: asyncio.Transport) -> int:

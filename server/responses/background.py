@@ -80,9 +80,12 @@ class BackgroundResponse:
 
     async def _fail(self, error: APIError) -> None:
         """Whoever has asked for it is told, or will be."""
+        # What comes now takes as long as the runner does; nothing is to be made meanwhile that nobody will see.
+        self._answer.answer.close()
         if self.begun.done():
             await self._keep(self._answer.failed(error))
             return
+        self._context.end()
         self.begun.set_result(error)
         with contextlib.suppress(APIError):  # The runner may have kept it, and not have said so in time.
             await self._store.delete(self._answer.head.id, surely=True)

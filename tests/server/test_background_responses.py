@@ -189,6 +189,35 @@ def test_one_that_was_queued_too_late_to_be_told_is_not_kept(monkeypatch: pytest
     assert (records.kept, len(records.store)) == (1, 0)
 
 
+def test_one_that_is_refused_is_given_up_at_once() -> None:
+    """Not when the runner says that it keeps nothing of it, which may take long."""
+
+    class Silent(RecordsHarness):
+        """Refuses to keep anything, and says nothing to what comes after."""
+
+        deleting = False
+
+        def _send(self, *frames: bytes | memoryview) -> bool:
+            if isinstance(decode_to_runner(frames[0]), PutRecord):
+                return super()._send(*frames)
+            self.deleting = True
+            return True
+
+    engine, records = FakeEngine(say("Good day.")), Silent(max_record_bytes=100)
+
+    async def main() -> None:
+        given = given_services(engine, responses=records.responses)
+        transport = httpx.ASGITransport(application(given))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post(ROUTE, json={"input": "hello", "background": True})
+        assert answer.status_code == 413
+        assert records.deleting
+        assert engine.submitted[0].aborted == [-1]
+        assert given.answer_memory.used == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
     """Nobody holds a connection meanwhile."""
     queued = create(server, 40, metadata={"a": "b"})

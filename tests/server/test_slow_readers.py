@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import uvicorn
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from server.answer_pieces import PIECE_BYTES, pieces_of
 from server.http_protocol import LimitedHttpProtocol
 from server.listener import bind
 
@@ -129,6 +131,63 @@ def test_who_reads_slowly_gets_it_all(run: Callable[[Coroutine[Any, Any, None]],
 def test_who_never_reads_a_whole_answer_is_cut(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
     async def scenario() -> None:
         await serve(Served(1, bytes(6 << 20)), never_read)
+
+    run(scenario())
+
+
+class InPieces(Served):
+    """Sends one answer as `request_log` does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_pieces(message: Message) -> None:
+            for piece in pieces_of(message, scope):
+                await send(piece)
+
+        await super().__call__(scope, receive, send_pieces)
+
+
+async def read(connection: socket.socket, size: int) -> int:
+    """Reads `size` bytes, fewer only where there are no more; how many."""
+    loop, got = asyncio.get_running_loop(), 0
+    with contextlib.suppress(ConnectionError):
+        while got < size and (data := await loop.sock_recv(connection, size - got)):
+            got += len(data)
+    return got
+
+
+def test_who_reads_a_little_of_an_answer_in_pieces_is_cut(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """So that a piece or two go out in each period. What is held for the client is all of the answer."""
+    size = 64 << 20
+
+    async def scenario() -> None:
+        app = InPieces(1, bytes(size))
+
+        async def read_little(connection: socket.socket) -> None:
+            got = 0
+            async with asyncio.timeout(20 * PERIOD):
+                while part := await read(connection, PIECE_BYTES):
+                    got += part
+                    await asyncio.sleep(PERIOD / 2)
+            assert got < size // 2
+
+        await serve(app, read_little)
+        assert app.gone.is_set()
+
+    run(scenario())
+
+
+def test_who_reads_an_answer_in_pieces_slowly_gets_it_all(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    size = 24 << 20
+
+    async def scenario() -> None:
+        app = InPieces(1, bytes(size))
+
+        async def read_slowly(connection: socket.socket) -> None:
+            for _ in range(12):
+                assert await read(connection, size // 12) == size // 12, "cut"
+                await asyncio.sleep(PERIOD / 2)
+
+        await serve(app, read_slowly, cut=False)
 
     run(scenario())
 
