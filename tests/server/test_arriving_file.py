@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import random
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ import torch
 from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError, decode_embedding
 from server.file_tensor import TooManyRows
+from server.pages import Pages
+from server.row_pieces import RowPieces, threads
 from server.rows import Rows
 from tests.server import embedding_files as files
 from tests.server.embedding_files import TORCH_DTYPES
@@ -145,6 +150,86 @@ def test_one_that_is_given_up_leaves_nothing_to_do() -> None:
     payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
     asyncio.run(run())
     assert arrive([payload]).num_rows == ROWS  # the threads are there for others
+
+
+@pytest.fixture
+def busy() -> Iterator[Callable[[], None]]:
+    """All threads that make rows are; call it to let them go on and to wait until nothing is queued."""
+    release, count = threading.Event(), threads._max_workers
+    begun = threading.Barrier(count + 1)
+
+    def block() -> None:
+        begun.wait(10)
+        release.wait(30)
+
+    blocking = [threads.submit(block) for _ in range(count)]
+    begun.wait(10)
+
+    def go_on() -> None:
+        release.set()
+        wait(blocking, 10)
+        threads.submit(int).result(10)
+
+    yield go_on
+    go_on()
+
+
+async def drop(file: ArrivingFile) -> BaseException | None:
+    """What becomes of a request that is refused for another reason, or whose client is gone."""
+    return None
+
+
+async def too_many(file: ArrivingFile) -> BaseException | None:
+    with pytest.raises(TooManyRows) as caught:
+        await file.rows(ROWS - 1)
+    return caught.value
+
+
+async def wrong_size(file: ArrivingFile) -> BaseException | None:
+    file.add(b"x")
+    with pytest.raises(EmbeddingError) as caught:
+        await file.rows(ROWS)
+    return caught.value
+
+
+async def client_gone(file: ArrivingFile) -> BaseException | None:
+    task = asyncio.ensure_future(file.rows(ROWS))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    return caught.value
+
+
+@pytest.mark.parametrize("refuse", [drop, too_many, wrong_size, client_gone])
+def test_what_is_refused_later_is_not_made(
+    refuse: Callable[[ArrivingFile], Awaitable[BaseException | None]],
+    busy: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pieces are queued; their memory is gone while the threads are still busy and the error is held."""
+    made: list[int] = []
+    errors: list[BaseException | None] = []
+    monkeypatch.setattr(RowPieces, "make", lambda self, index, values: made.append(index))
+
+    async def run() -> list[weakref.ref[Pages]]:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+        held = []
+        for chunk in cut(payload, 300_000):
+            pages = Pages(len(chunk))
+            pages[:] = chunk
+            file.add(memoryview(pages))
+            held.append(weakref.ref(pages))
+        del pages
+        assert sum(each() is not None for each in held) > 5
+        errors.append(await refuse(file))
+        return held
+
+    monkeypatch.setattr(Pages, "__del__", lambda self: None)  # the thread that gives them back holds them for a moment
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    assert [each() for each in asyncio.run(run())] == [None] * 9
+    busy()
+    assert not made
 
 
 def test_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
