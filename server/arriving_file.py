@@ -130,6 +130,8 @@ class _ArrivingValues:
             raise EmbeddingError(self._layout.wrong_size(self._size, self._come))
         # Not before the end: each of them would wake the event loop, which has a body to receive.
         await asyncio.gather(*(asyncio.wrap_future(each) for each in self._made if not each.done()))
+        for each in self._made:
+            each.result()  # what went wrong in those that were done before
         note_decoding(self._pieces.seconds)
         return self._pieces.rows()
 

@@ -56,7 +56,8 @@ class RowPieces:
         return first * self.source_bytes, last * self.source_bytes
 
     def make(self, index: int, values: Sequence[Run]) -> None:
-        """`values`: the piece's bytes, in one or several runs. Raises Unavailable where there is no memory."""
+        """`values`: the piece's bytes, in one or several runs. What is wrong with them, or that there is no memory,
+        is told by `rows`."""
         if self._refusals or self._has_no_memory:
             return
         started = time.perf_counter()
@@ -68,7 +69,7 @@ class RowPieces:
                 self._cast(first_row, values)
         except EmbeddingError as error:
             self._refusals[index] = str(error)
-        except OSError:
+        except (OSError, MemoryError):
             self._has_no_memory = True
         for each in values:
             discard(memoryview(each))

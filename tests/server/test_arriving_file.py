@@ -232,15 +232,62 @@ def test_what_is_refused_later_is_not_made(
     assert not made
 
 
-def test_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> int:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("of", "error"),
+    [
+        ("os.pwritev", OSError(28, "No space left on device")),
+        ("server.row_pieces.cast_rows", MemoryError()),
+    ],
+)
+def test_without_memory(monkeypatch: pytest.MonkeyPatch, of: str, error: Exception) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise error
 
-    monkeypatch.setattr("os.pwritev", refuse)
+    monkeypatch.setattr(of, refuse)
     payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
     with pytest.raises(Exception, match="no memory for these rows") as caught:
         arrive(cut(payload, 99_999))
     assert getattr(caught.value, "status", 0) == 503
+
+
+def test_an_error_in_a_piece_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the piece was done long before the end of the file."""
+
+    def fail(self: RowPieces, index: int, values: object) -> None:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+        file.add(payload)
+        assert file._values is not None
+        wait(file._values._made, 10)
+        await file.rows(ROWS)
+
+    monkeypatch.setattr(RowPieces, "make", fail)
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_memory_that_the_system_does_not_take_back(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """The rows are right all the same."""
+
+    def refuse(self: Pages, start: int, end: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(Pages, "give_back_part", refuse)
+    tensor = files.rows(ROWS, HIDDEN, dtype="bfloat16")
+    payload = safetensors.torch.save({"a": tensor})
+    pages = Pages(len(payload))
+    pages[:] = payload
+
+    async def run() -> Rows:
+        file = ArrivingFile(HIDDEN, target, ROWS)
+        file.add(memoryview(pages))
+        return await file.rows(ROWS)
+
+    assert asyncio.run(run()).data == files.raw(tensor.to(TORCH_DTYPES[target]))
 
 
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
