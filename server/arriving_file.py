@@ -38,7 +38,7 @@ class ArrivingFile:
         self._looked = False
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """`chunk`: not changed any more."""
+        """`chunk`: not changed any more. Raises Unavailable where there is no memory."""
         if self._values is not None:
             self._values.add(memoryview(chunk))
             return

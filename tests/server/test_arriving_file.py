@@ -17,6 +17,7 @@ import torch
 
 from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError, decode_embedding
+from server.errors import Unavailable
 from server.file_tensor import TooManyRows
 from server.pages import Pages
 from server.row_pieces import RowPieces, threads
@@ -248,6 +249,23 @@ def test_without_memory(monkeypatch: pytest.MonkeyPatch, of: str, error: Excepti
     with pytest.raises(Exception, match="no memory for these rows") as caught:
         arrive(cut(payload, 99_999))
     assert getattr(caught.value, "status", 0) == 503
+
+
+@pytest.mark.parametrize("of", ["server.row_memory.SharedView", "server.row_memory.allocate"])
+def test_without_mappings(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """To read what was written takes a descriptor more; without any, there is only ordinary memory to be had."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    if of.endswith("allocate"):
+        monkeypatch.setattr("os.memfd_create", refuse)
+    monkeypatch.setattr(of, refuse)
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(Unavailable, match="no memory for these rows"):
+        arrive(cut(payload, 99_999))
+    with pytest.raises(Unavailable, match="no memory for these rows"):
+        decode_embedding(payload, hidden_size=HIDDEN, dtype="bfloat16", max_rows=ROWS)
 
 
 def test_an_error_in_a_piece_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
