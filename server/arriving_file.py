@@ -22,6 +22,9 @@ from server.rows import Rows
 _SMALL_RUN = 4096
 """A parser that finds something like a boundary everywhere gives a body out by a few bytes: these are put together."""
 
+_Waiting = dict[int, tuple[RowPieces, list[Run]]]
+"""The pieces that have come and that no thread has begun, by their number."""
+
 
 class ArrivingFile:
     """`add` what comes, then `rows`; and `close`, whatever happens. On the event loop."""
@@ -35,7 +38,7 @@ class ArrivingFile:
         self._looked = False
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """`chunk`: not changed any more."""
+        """`chunk`: not changed any more. Raises Unavailable where there is no memory."""
         if self._values is not None:
             self._values.add(memoryview(chunk))
             return
@@ -64,8 +67,12 @@ class ArrivingFile:
             return await asyncio.to_thread(
                 decode_embedding, payload, hidden_size=limits.hidden_size, dtype=self._dtype, max_rows=max_rows
             )
-        RowLimits(limits.hidden_size, max_rows).num_rows(values.shape)
-        return await values.rows()
+        try:
+            RowLimits(limits.hidden_size, max_rows).num_rows(values.shape)
+            return await values.rows()
+        except BaseException:  # the error's traceback leads to the values for as long as someone holds it
+            values.close()
+            raise
 
     def close(self) -> None:
         """Lets go of everything. What has been taken by `rows` is not of it any more."""
@@ -77,6 +84,7 @@ class ArrivingFile:
 
 class _ArrivingValues:
     def __init__(self, layout: FileLayout, hidden_size: int, dtype: str) -> None:
+        self._waiting: _Waiting = {}
         self._layout = layout
         self.shape = (layout.num_rows, hidden_size)
         self._pieces = RowPieces(layout.num_rows, hidden_size, layout.dtype, dtype)
@@ -87,6 +95,10 @@ class _ArrivingValues:
         self._runs: list[Run] = []
         """What has come of it."""
         self._made: list[Future[None]] = []
+
+    def __del__(self) -> None:
+        # A request may be refused, or its client gone, long after its body was read: then nobody calls `close`.
+        self.close()
 
     def add(self, chunk: memoryview) -> None:
         while chunk and self._come < self._size:
@@ -109,7 +121,8 @@ class _ArrivingValues:
 
     def _make(self) -> None:
         runs, self._runs = self._runs, []
-        self._made.append(threads.submit(self._pieces.make, self._next, runs))
+        self._waiting[self._next] = self._pieces, runs
+        self._made.append(threads.submit(_make_waiting, self._waiting, self._next))
         self._next += 1
 
     async def rows(self) -> Rows:
@@ -117,11 +130,22 @@ class _ArrivingValues:
             raise EmbeddingError(self._layout.wrong_size(self._size, self._come))
         # Not before the end: each of them would wake the event loop, which has a body to receive.
         await asyncio.gather(*(asyncio.wrap_future(each) for each in self._made if not each.done()))
+        for each in self._made:
+            each.result()  # what went wrong in those that were done before
         note_decoding(self._pieces.seconds)
         return self._pieces.rows()
 
     def close(self) -> None:
+        """Pieces that have not been begun are let go of and never made."""
+        # Not by cancelling them: what is cancelled keeps its memory until a thread comes to it.
+        self._waiting.clear()
         self._runs = []
-        for future in self._made:
-            future.cancel()  # if it has not begun
         self._made = []
+
+
+def _make_waiting(waiting: _Waiting, index: int) -> None:
+    """In a thread. Refers to no more than `waiting` until it begins."""
+    found = waiting.pop(index, None)
+    if found is not None:
+        pieces, runs = found
+        pieces.make(index, runs)

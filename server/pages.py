@@ -147,7 +147,8 @@ def discard(view: memoryview) -> None:
     """Nobody reads `view` again: where it is of `Pages`, its memory is given back though others still refer to them."""
     if isinstance(view.obj, Pages) and view.nbytes:
         start = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(view.obj, np.uint8).ctypes.data
-        view.obj.give_back_part(start, start + view.nbytes)
+        with contextlib.suppress(OSError):  # locked memory: it goes when nothing refers to it any more
+            view.obj.give_back_part(start, start + view.nbytes)
 
 
 class Gathered:

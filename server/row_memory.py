@@ -32,10 +32,11 @@ class RowMemory(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """All of them, read-only. Nothing is written any more."""
+        """All of them, read-only. Nothing is written any more. Raises OSError."""
 
 
 def row_memory(size: int) -> RowMemory:
+    """Raises OSError where the system has none of either kind."""
     if size > SMALL_BYTES and hasattr(os, "memfd_create"):
         try:
             return SharedMemory(size)

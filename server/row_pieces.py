@@ -34,6 +34,7 @@ class RowPieces:
     """`make` every piece, then take `rows`. `source`: the file's dtype, `target`: the model's."""
 
     def __init__(self, num_rows: int, hidden_size: int, source: str, target: str) -> None:
+        """Raises Unavailable where there is no memory."""
         self.source_bytes = hidden_size * ITEM_BYTES[source]
         """Of a row in the file."""
         self._row_bytes = hidden_size * ITEM_BYTES[target]
@@ -42,7 +43,10 @@ class RowPieces:
         # Whole groups of any size, so that a row's digest doesn't depend on how the file was cut.
         self.rows_per_piece = groups * MAX_GROUP_ROWS
         self.count = -(-num_rows // self.rows_per_piece)
-        self._memory: RowMemory = row_memory(num_rows * self._row_bytes)
+        try:
+            self._memory: RowMemory = row_memory(num_rows * self._row_bytes)
+        except (OSError, MemoryError):
+            raise _no_memory() from None
         self._digests: list[bytes] = [b""] * self.count
         self._refusals: dict[int, str] = {}
         """What is wrong with which piece. (An exception would lead to its frames, and these to the memory.)"""
@@ -56,7 +60,8 @@ class RowPieces:
         return first * self.source_bytes, last * self.source_bytes
 
     def make(self, index: int, values: Sequence[Run]) -> None:
-        """`values`: the piece's bytes, in one or several runs. Raises Unavailable where there is no memory."""
+        """`values`: the piece's bytes, in one or several runs. What is wrong with them, or that there is no memory,
+        is told by `rows`."""
         if self._refusals or self._has_no_memory:
             return
         started = time.perf_counter()
@@ -68,7 +73,7 @@ class RowPieces:
                 self._cast(first_row, values)
         except EmbeddingError as error:
             self._refusals[index] = str(error)
-        except OSError:
+        except (OSError, MemoryError):
             self._has_no_memory = True
         for each in values:
             discard(memoryview(each))
@@ -104,13 +109,21 @@ class RowPieces:
     def rows(self) -> Rows:
         """Raises EmbeddingError (that of the first piece that has one), or Unavailable where there was no memory."""
         if self._has_no_memory:
-            raise Unavailable("The server has no memory for these rows.", retry_after=1)
+            raise _no_memory()
         if self._refusals:
             raise EmbeddingError(self._refusals[min(self._refusals)])
         memory = self._memory
         shared = memory if isinstance(memory, SharedMemory) else None
         digests = b"".join(self._digests)
-        return Rows(memory.view, self._num_rows, self._hidden_size, self._target, digests, shared=shared)
+        try:
+            view = memory.view
+        except (OSError, MemoryError):  # a mapping takes a descriptor of its own
+            raise _no_memory() from None
+        return Rows(view, self._num_rows, self._hidden_size, self._target, digests, shared=shared)
+
+
+def _no_memory() -> Unavailable:
+    return Unavailable("The server has no memory for these rows.", retry_after=1)
 
 
 def make_all(pieces: RowPieces, values: Callable[[int, int], Sequence[Run]]) -> Rows:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import random
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ import torch
 
 from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError, decode_embedding
+from server.errors import Unavailable
 from server.file_tensor import TooManyRows
+from server.pages import Pages
+from server.row_pieces import RowPieces, threads
 from server.rows import Rows
 from tests.server import embedding_files as files
 from tests.server.embedding_files import TORCH_DTYPES
@@ -147,15 +153,159 @@ def test_one_that_is_given_up_leaves_nothing_to_do() -> None:
     assert arrive([payload]).num_rows == ROWS  # the threads are there for others
 
 
-def test_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> int:
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def busy() -> Iterator[Callable[[], None]]:
+    """All threads that make rows are; call it to let them go on and to wait until nothing is queued."""
+    release, count = threading.Event(), threads._max_workers
+    begun = threading.Barrier(count + 1)
 
-    monkeypatch.setattr("os.pwritev", refuse)
+    def block() -> None:
+        begun.wait(10)
+        release.wait(30)
+
+    blocking = [threads.submit(block) for _ in range(count)]
+    begun.wait(10)
+
+    def go_on() -> None:
+        release.set()
+        wait(blocking, 10)
+        threads.submit(int).result(10)
+
+    yield go_on
+    go_on()
+
+
+async def drop(file: ArrivingFile) -> BaseException | None:
+    """What becomes of a request that is refused for another reason, or whose client is gone."""
+    return None
+
+
+async def too_many(file: ArrivingFile) -> BaseException | None:
+    with pytest.raises(TooManyRows) as caught:
+        await file.rows(ROWS - 1)
+    return caught.value
+
+
+async def wrong_size(file: ArrivingFile) -> BaseException | None:
+    file.add(b"x")
+    with pytest.raises(EmbeddingError) as caught:
+        await file.rows(ROWS)
+    return caught.value
+
+
+async def client_gone(file: ArrivingFile) -> BaseException | None:
+    task = asyncio.ensure_future(file.rows(ROWS))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    return caught.value
+
+
+@pytest.mark.parametrize("refuse", [drop, too_many, wrong_size, client_gone])
+def test_what_is_refused_later_is_not_made(
+    refuse: Callable[[ArrivingFile], Awaitable[BaseException | None]],
+    busy: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pieces are queued; their memory is gone while the threads are still busy and the error is held."""
+    made: list[int] = []
+    errors: list[BaseException | None] = []
+    monkeypatch.setattr(RowPieces, "make", lambda self, index, values: made.append(index))
+
+    async def run() -> list[weakref.ref[Pages]]:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+        held = []
+        for chunk in cut(payload, 300_000):
+            pages = Pages(len(chunk))
+            pages[:] = chunk
+            file.add(memoryview(pages))
+            held.append(weakref.ref(pages))
+        del pages
+        assert sum(each() is not None for each in held) > 5
+        errors.append(await refuse(file))
+        return held
+
+    monkeypatch.setattr(Pages, "__del__", lambda self: None)  # the thread that gives them back holds them for a moment
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    assert [each() for each in asyncio.run(run())] == [None] * 9
+    busy()
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("of", "error"),
+    [
+        ("os.pwritev", OSError(28, "No space left on device")),
+        ("server.row_pieces.cast_rows", MemoryError()),
+    ],
+)
+def test_without_memory(monkeypatch: pytest.MonkeyPatch, of: str, error: Exception) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise error
+
+    monkeypatch.setattr(of, refuse)
     payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
     with pytest.raises(Exception, match="no memory for these rows") as caught:
         arrive(cut(payload, 99_999))
     assert getattr(caught.value, "status", 0) == 503
+
+
+@pytest.mark.parametrize("of", ["server.row_memory.SharedView", "server.row_memory.allocate"])
+def test_without_mappings(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """To read what was written takes a descriptor more; without any, there is only ordinary memory to be had."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    if of.endswith("allocate"):
+        monkeypatch.setattr("os.memfd_create", refuse)
+    monkeypatch.setattr(of, refuse)
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(Unavailable, match="no memory for these rows"):
+        arrive(cut(payload, 99_999))
+    with pytest.raises(Unavailable, match="no memory for these rows"):
+        decode_embedding(payload, hidden_size=HIDDEN, dtype="bfloat16", max_rows=ROWS)
+
+
+def test_an_error_in_a_piece_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the piece was done long before the end of the file."""
+
+    def fail(self: RowPieces, index: int, values: object) -> None:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
+        file.add(payload)
+        assert file._values is not None
+        wait(file._values._made, 10)
+        await file.rows(ROWS)
+
+    monkeypatch.setattr(RowPieces, "make", fail)
+    payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_memory_that_the_system_does_not_take_back(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """The rows are right all the same."""
+
+    def refuse(self: Pages, start: int, end: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(Pages, "give_back_part", refuse)
+    tensor = files.rows(ROWS, HIDDEN, dtype="bfloat16")
+    payload = safetensors.torch.save({"a": tensor})
+    pages = Pages(len(payload))
+    pages[:] = payload
+
+    async def run() -> Rows:
+        file = ArrivingFile(HIDDEN, target, ROWS)
+        file.add(memoryview(pages))
+        return await file.rows(ROWS)
+
+    assert asyncio.run(run()).data == files.raw(tensor.to(TORCH_DTYPES[target]))
 
 
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
