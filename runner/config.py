@@ -42,7 +42,8 @@ class RunnerConfig:
     max_num_batched_tokens: int | None = None
     """Rows computed in one step, at most."""
     chunked_prefill_size: int | None = None
-    """Of these, prompt rows while other sequences decode, at most: the longer the step, the longer they wait."""
+    """Of these, prompt rows while other sequences decode, at most: the longer the step, the longer they wait. None: as
+    they come, within what is measured at load (`runner.prompt_pace`); on a CPU a number of its own."""
     block_size: int = 16
     """Rows per KV block."""
     gpu_memory_utilization: float = 0.9

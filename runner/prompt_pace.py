@@ -33,4 +33,4 @@ class PromptPace:
 
     def took(self, rows: int) -> None:
         """Says how many a step got in which others decode."""
-        self._of_late += (min(rows, self.most) - self._of_late) / _STEPS
+        self._of_late += (rows - self._of_late) / _STEPS

@@ -29,6 +29,15 @@ def test_the_product_is_the_same(rows: int, bias: bool) -> None:
     torch.testing.assert_close(packed.double(), exact, rtol=2**-7, atol=2**-7)
 
 
+@torch.inference_mode()
+def test_a_layout_that_is_not_known_is_left_to_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_known_layout", lambda *arguments: False)
+    monkeypatch.setattr(kernels, "packed_linear_cpu", None)
+    linear = nn.Linear(96, 80, dtype=torch.bfloat16)
+    x = torch.randn(2, 96, dtype=torch.bfloat16)
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["dot products", "without"])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from runner.prompt_pace import PromptPace
 from tests.parity.toy_device import ToyEngine, answer
 from tests.runner.test_scheduler import entries_of, make_request, prompt
@@ -69,6 +71,35 @@ def test_only_steps_in_which_others_decode_are_bounded_and_counted() -> None:
     assert pace.rows(24, 24) == 3 and pace.rows(160, 160) == 20  # the first prompt's length counts
     engine.run()
     assert engine.tokens[1, 0] == answer(prompt(10, 1), 4)
+    engine.assert_empty()
+
+
+def test_a_scheduler_tells_what_its_steps_took_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.prompt_pace._STEPS", 1)  # only the last step is of late
+    engine = ToyEngine(max_num_batched_tokens=32)
+    engine.scheduler.pace = pace = PromptPace(20, 4)
+    engine.add(make_request(0, prompt(20), 12))
+    engine.step()
+    assert pace.rows(0, 0) == 4  # a step without decodes is nobody's pace
+    engine.add(make_request(1, prompt(28, 1), 2))
+    for taken in (4, 6, 9):  # half as many again each time
+        assert entries_of(engine) == [(0, 1), (1, taken)]
+        engine.retire()
+    engine.run()
+    engine.assert_empty()
+
+
+def test_what_waits_for_a_slot_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.prompt_pace._BACKLOG", 10)
+    engine = ToyEngine(max_num_batched_tokens=32)
+    engine.scheduler.pace = PromptPace(20, 1)
+    engine.add(make_request(0, prompt(3), 20))
+    engine.step()
+    for number in range(1, 4):
+        engine.add(make_request(number, prompt(20, number), 2))
+    assert entries_of(engine) == [(0, 1), (1, 6)]  # a tenth of sixty
+    engine.retire()
+    engine.run()
     engine.assert_empty()
 
 

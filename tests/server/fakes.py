@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -332,3 +332,21 @@ def api(script: Script, **options: Any) -> Iterator[tuple[Api, FakeEngine]]:
     """`options`: arguments of FakeEngine."""
     engine = FakeEngine(script, **options)
     yield Api(services(engine)), engine
+
+
+@asynccontextmanager
+async def loop_turns() -> AsyncIterator[Callable[[], int]]:
+    """How often the event loop has gone round so far."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.ensure_future(count())
+    try:
+        yield lambda: turns
+    finally:
+        counting.cancel()

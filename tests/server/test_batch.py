@@ -11,7 +11,7 @@ from runner.messages import SamplingParams
 from server.batch import Batch, EngineRequest
 from server.errors import APIError, QueueFull
 from server.prompt import PromptRows
-from tests.server.fakes import FakeEngine, Line
+from tests.server.fakes import FakeEngine, Line, loop_turns
 
 
 def requests(count: int, n: int = 1) -> list[EngineRequest]:
@@ -67,23 +67,17 @@ class Slow(FakeEngine):
 
 def test_the_loop_has_its_turn_between_many() -> None:
     """A thousand prompts are a tenth of a second of sending."""
-    turns, seen = 0, list[int]()
-
-    class Watched(FakeEngine):
-        async def generate(self, *arguments: Any, **options: Any) -> Any:
-            seen.append(turns)
-            return await super().generate(*arguments, **options)
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
+    seen = list[int]()
 
     async def main() -> None:
-        counting = asyncio.ensure_future(count())
-        (await Batch.open(Watched(lambda ids, _choice: Line([4])), requests(200))).close()
-        counting.cancel()
+        async with loop_turns() as turns:
+
+            class Watched(FakeEngine):
+                async def generate(self, *arguments: Any, **options: Any) -> Any:
+                    seen.append(turns())
+                    return await super().generate(*arguments, **options)
+
+            (await Batch.open(Watched(lambda ids, _choice: Line([4])), requests(200))).close()
 
     asyncio.run(main())
     assert max(map(seen.count, seen)) <= 32

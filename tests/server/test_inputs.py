@@ -9,27 +9,18 @@ import pytest
 from server.errors import ContextLengthExceeded
 from server.inputs import completion_prompts
 from server.schemas import CompletionRequest, parse
-from tests.server.fakes import FakeEngine, say, services
+from tests.server.fakes import FakeEngine, loop_turns, say, services
 
 
 def test_the_loop_has_its_turn_between_many_lists_of_ids() -> None:
-    turns = 0
+    async def main() -> tuple[int, int]:
+        async with loop_turns() as turns:
+            request = parse(CompletionRequest, {"prompt": [[5] * 100] * 256})
+            made = await completion_prompts(request, services(FakeEngine(say("x"))))
+            return len(made), turns()
 
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    async def main() -> int:
-        counting = asyncio.ensure_future(count())
-        request = parse(CompletionRequest, {"prompt": [[5] * 100] * 256})
-        made = await completion_prompts(request, services(FakeEngine(say("x"))))
-        counting.cancel()
-        return len(made)
-
-    assert asyncio.run(main()) == 256
-    assert turns >= 32
+    made, turns = asyncio.run(main())
+    assert made == 256 and turns >= 32
 
 
 def test_ids_that_are_too_many_are_not_looked_at() -> None:

@@ -149,3 +149,10 @@ def test_another_version_of_a_kernel_is_kept_elsewhere(tmp_path: Path, monkeypat
     assert before == kernel_cache._digest()
     (tmp_path / "a.py").write_text("two")
     assert before != kernel_cache._digest()
+
+
+def test_another_machine_s_kernels_are_kept_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be a volume that several mount."""
+    here = kernel_cache._digest()
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "another")
+    assert kernel_cache._digest() != here
