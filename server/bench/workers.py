@@ -200,6 +200,7 @@ async def _run_job(job: Job, place: _Place, pipe: Connection) -> None:
     try:
         job = replace(job, workload=await uploaded(job.workload, job.target))
         warmed = await _warm_up(job, place)
+        job.workload.prepare(0)  # what all of its requests share is made before they are sent, not with the first
     except CallFailed as error:
         warmed = 1, [error.detail]
     pipe.send(warmed)
