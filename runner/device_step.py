@@ -46,6 +46,7 @@ _COMPILED_TOPS = (1, 20, 64)
 """Numbers of best tokens between which `kernels.logprobs` chooses a kernel."""
 _GAP = 16
 """Rows that are copied for nothing sooner than a copy more is begun."""
+_NOTHING_ASKED = Asks()
 SCORE_ROWS = 256
 """Rows whose logits exist at once while a prompt is scored."""
 
@@ -189,6 +190,8 @@ class DeviceStep:
 
     def _asks_of(self, step: Step) -> tuple[Asks, LogitEdits | None, list[int]]:
         """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
+        if not np.count_nonzero(step.asking):
+            return _NOTHING_ASKED, None, []
         asking = np.nonzero(step.asking)[0]
         penalties, filters, by_entry = self._asks[:, step.slots[asking]]
         asks = Asks(bool(penalties.any()), bool(filters.any()))

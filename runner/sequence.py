@@ -259,7 +259,7 @@ def _slot_ids(
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice of a request. While it runs, `slot` says where its counters live (`scheduler.SlotTable`)."""
+    """One choice of a request. While it runs, `slot` says where its counters live (`slot_table.SlotTable`)."""
 
     request: Request
     choice: int

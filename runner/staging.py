@@ -28,6 +28,8 @@ class Staging:
         self.rows = torch.empty(rows, model.hidden_size, dtype=model.dtype, pin_memory=pin)
         self.tokens = torch.empty(num_slots, dtype=torch.int64, pin_memory=pin)
         """[S]: where the sampled ids come back to."""
+        self.sampled: NDArray[np.int64] = self.tokens.numpy()
+        """The same memory."""
         self.masks = torch.empty(0, dtype=torch.int32)
         """[G * W + G]: token masks, then the entries that they are for. Allocated when first asked for."""
         self.done: Event | None = None
