@@ -236,10 +236,14 @@ class DeviceStep:
 
     # --- on the device ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    # What is handed to the stream in most steps is copies and graphs: only what computes enters inference mode.
+
     def _forward(self, launched: Launched, words: int) -> None:
         step, staging = launched.step, launched.staging
-        self.upload[:words].copy_(staging.words[:words], non_blocking=True)
+        if step.admissions:
+            self.upload[:words].copy_(staging.words[:words], non_blocking=True)
+        else:
+            self._record.copy_(staging.record, non_blocking=True)
         for row, end in _ranges(step.embedding_runs):
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
         if len(step.latent_inputs):
@@ -267,14 +271,13 @@ class DeviceStep:
         if self.debug_checks:
             self._check_mask(step)
 
-    @torch.inference_mode()
     def _sample(self, launched: Launched, asks: Asks, edits: LogitEdits | None) -> None:
         step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
-        constrained, raw = launched.mask_shape[0] > 0, self._logits[:entries]
+        constrained, raw = launched.mask_shape[0] > 0, self._logits
         changed = (asks.penalties or edits is not None) and raw.dtype == torch.float32
         if asking and (constrained or changed):
-            raw = raw.clone()  # else the sampler changes a copy of its own
+            raw = raw[:entries].clone()  # else the sampler changes a copy of its own
         if constrained:
             self._apply_masks(launched)
         graph = None
@@ -357,6 +360,7 @@ class DeviceStep:
         gather_rows(ids, is_token, self.rows, table, out)
         return out
 
+    @torch.inference_mode()
     def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:
             count = score.end - score.start

@@ -26,6 +26,10 @@ from runner.sequence import Key, Request, Sequence
 from runner.slot_table import SlotTable
 from runner.step import Admission, HiddenRun, PromptScore, Step
 
+_PUBLISHED_AT_ONCE = 8
+"""Blocks of an answer: looking them up, one after another, costs more than the hashes themselves."""
+_NEVER = 2**30
+"""In place of a number of published blocks: no sequence has so many."""
 _SMALL_PADDING = 128
 """Rows; a step's weights have to be read for few rows as for many."""
 
@@ -275,7 +279,7 @@ class Scheduler:
             return None
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
-        if not sequence.scores_prompt:
+        if not sequence.scores_prompt and not (request.is_alone and sequence.admission < 0):
             # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
             # hidden states are wanted: the cache has none.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
@@ -305,7 +309,7 @@ class Scheduler:
         table.prompt_len[slot], table.answer_start[slot] = request.prompt_len, request.answer_start
         table.admitted[slot] = known
         table.limit[slot] = sequence.limit
-        table.published[slot] = len(cached)
+        table.published[slot] = _NEVER if request.is_alone else len(cached)
         table.admission[slot] = sequence.admission = self._admissions
         (table.worker[slot], table.request[slot]), table.choice[slot] = request.key, sequence.choice
         table.client[slot] = request.client
@@ -412,6 +416,8 @@ class Scheduler:
         running = (s for s in table.sequences if s is not None)
         sequence = max(running, key=lambda s: (s.request.priority, s.admission))
         sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
+        if sequence.request.is_alone:  # It finds its own blocks again, if they are still there.
+            table.published[sequence.slot] = 0
         self._give_back(sequence)
         self.waiting.put_back(sequence)
         self.preemptions += 1
@@ -441,7 +447,7 @@ class Scheduler:
             new = np.where(latent, EMBEDDING_ID, new)
         table.token_ids[slots, positions] = new
         table.known[slots] = positions + 1
-        self._publish(step, live)
+        self._offer(step, live)
 
         ended: dict[int, Ended] = {}
         if self._stopping:
@@ -459,27 +465,37 @@ class Scheduler:
                 self._release_if_ended(step.sequences[entry])
         return entries if latent is None else entries[~latent], [ended[entry] for entry in sorted(ended)]
 
-    def _publish(self, step: Step, live: NDArray[np.bool_] | None) -> None:
-        """Offers the blocks that this step completed to the prefix cache, and lets waiting siblings in.
+    def _offer(self, step: Step, live: NDArray[np.bool_] | None) -> None:
+        """Offers blocks that a step completed to the prefix cache: a prompt's at once, and lets waiting siblings in; an
+        answer's a few together (the rest once it has ended), for nobody asks for them before it is read.
 
         Args:
             live: [E]: whose sequences have not ended; None: all.
         """
         table, slots, computed = self.table, step.slots, step.computed
-        complete = computed // self.block_size
-        due = complete > table.published[slots]
-        for i in (due if live is None else due & live).nonzero()[0].tolist():
-            slot, sequence = int(slots[i]), step.sequences[i]
-            # Every row of a complete block was an input of this step or an earlier one: its id has arrived.
-            ids = table.token_ids[slot, : computed[i]]
-            links = sequence.hashes.extend(ids, sequence.request.row_digests)
-            for block in range(int(table.published[slot]), int(complete[i])):
-                self.pool.publish(int(table.blocks[slot, block]), links[block])
-            table.published[slot] = complete[i]
+        due = computed - table.published[slots] * self.block_size >= _PUBLISHED_AT_ONCE * self.block_size
+        due[step.prompts] = True
+        places = (due if live is None else due & live).nonzero()[0]
+        self._publish(slots[places].tolist(), computed[places].tolist())
         for entry in step.prompts:
             sequence = step.sequences[entry]
             if step.samples[entry] and step.positions[entry] == sequence.request.prompt_len and not sequence.ended:
                 self._free_siblings(sequence)
+
+    def _publish(self, slots: list[int], computed: list[int]) -> None:
+        """Offers what is complete of these slots' blocks and was not offered before. `computed`: rows of each."""
+        table, pool = self.table, self.pool
+        for i, slot in enumerate(slots):
+            first, end = int(table.published[slot]), computed[i] // self.block_size
+            sequence = table.sequences[slot]
+            if sequence is None or first >= end:
+                continue
+            # Every row of a complete block was an input of a step that has retired: its id has arrived.
+            ids = table.token_ids[slot, : computed[i]]
+            links = sequence.hashes.extend(ids, sequence.request.row_digests)
+            for block, link in zip(table.blocks[slot, first:end].tolist(), links[first:end], strict=True):
+                pool.publish(block, link)
+            table.published[slot] = end
 
     def _free_siblings(self, sequence: Sequence) -> None:
         for sibling in self.requests.get(sequence.request.key, ()):
@@ -531,7 +547,9 @@ class Scheduler:
             self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
+        """Nothing of it is in flight."""
         table, slot = self.table, sequence.slot
+        self._publish([slot], [int(min(table.computed[slot], table.known[slot]))])
         self.pool.release(table.blocks[slot, : table.num_blocks[slot]].tolist())
         self._close(slot)
         self._inspected -= sequence.is_inspected
