@@ -56,10 +56,10 @@ class _Running:
     """[D]: slots that lack one row."""
     prefills: NDArray[np.intp]
     """[P]: slots that lack more, as they were admitted."""
-    sequences: list[Sequence]
-    """[D]"""
     number: int
     """`Step.members` of steps of these decodes alone."""
+    sequences: list[Sequence] | None = None
+    """[D], once there was such a step."""
     grown: bool = False
     """No decode has rows left that were known at its admission: all rows to come are the answer's."""
 
@@ -196,7 +196,7 @@ class Scheduler:
         if len(prefills) > 1:
             prefills = prefills[table.admission[prefills].argsort()]
         self._compositions += 1
-        return _Running(decodes, prefills, table.sequences_of(decodes), self._compositions)
+        return _Running(decodes, prefills, self._compositions)
 
     def _allocate(self, decodes: NDArray[np.intp], lacking: NDArray[np.intp]) -> NDArray[np.int32]:
         """A block for each of the decodes at the places `lacking`. Returns [D]: each one's new block, or 0."""
@@ -226,15 +226,14 @@ class Scheduler:
 
     def _prompt_budget(self, num_decodes: int, prefills: NDArray[np.intp]) -> int:
         """Prompt rows that the next step may have: such that little of it is padding."""
-        lacking = self.table.length[prefills] - self.table.computed[prefills]
+        lacking: list[int] = (self.table.length[prefills] - self.table.computed[prefills]).tolist()
         most = budget = self.budget - num_decodes
         if num_decodes:
             most = min(budget, self.pace.most)
-            first = self._first_prompt(prefills, lacking)
-            budget = min(budget, self.pace.rows(first, int(lacking.sum()) + self.waiting.rows))
+            budget = min(budget, self.pace.rows(self._first_prompt(lacking), sum(lacking) + self.waiting.rows))
         if not self.padded_sizes:
             return budget
-        wanted = int(lacking.sum())
+        wanted = sum(lacking)
         for sequence, _ in zip(self.waiting, self.table.free, strict=False):
             if wanted > budget:
                 break
@@ -252,10 +251,10 @@ class Scheduler:
         # But never so much that prompts hardly get on.
         return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
 
-    def _first_prompt(self, prefills: NDArray[np.intp], lacking: NDArray[np.int32]) -> int:
+    def _first_prompt(self, lacking: list[int]) -> int:
         """Rows that the prompt whose turn it is still lacks; 0 if there is none."""
-        if len(prefills):
-            return int(lacking[0])
+        if lacking:
+            return lacking[0]
         sequence = self.waiting.first() if self.waiting and self.table.free else None
         return 0 if sequence is None else len(sequence.token_ids)
 
@@ -342,7 +341,8 @@ class Scheduler:
             sequences, starts = table.sequences_of(slots), np.zeros(entries + 1, np.int32)
             np.cumsum(counts, out=starts[1:])
         else:
-            sequences, starts = running.sequences, self._one_by_one[: entries + 1]
+            starts = self._one_by_one[: entries + 1]
+            sequences = running.sequences = running.sequences or table.sequences_of(slots)
         before, length = table.computed[slots], table.length[slots]
         computed = before + counts
         reaches_end = computed == length
@@ -375,9 +375,9 @@ class Scheduler:
             self.waiting.charge_tokens(table.client[slots[samples]])
         if step.closing:
             table.open[slots[step.closing]] = False
-        if running is None or step.closing or step.prompts:
+        if running is None or step.closing:
             self._running = None
-        else:
+        else:  # Each of them lacked one row, and has it now.
             running.grown = True
         return step
 

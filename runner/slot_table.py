@@ -61,7 +61,8 @@ class SlotTable:
         self.stop_ids[: len(stop_ids), slot] = stop_ids
 
     def sequences_of(self, slots: NDArray[np.intp]) -> list[Sequence]:
-        return [sequence for slot in slots.tolist() if (sequence := self.sequences[slot]) is not None]
+        """Of slots that have one."""
+        return list(map(self.sequences.__getitem__, slots.tolist()))  # type: ignore[arg-type]
 
     def stopping(self, slots: NDArray[np.intp], token_ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """Places among `slots` ([n]) whose new token ([n]) is one that ends its sequence."""

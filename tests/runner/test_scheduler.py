@@ -438,6 +438,22 @@ def test_abort_in_flight_frees_when_the_step_retires() -> None:
     engine.assert_empty()
 
 
+def test_a_row_whose_id_never_arrived_is_not_cached() -> None:
+    """The step that sampled it was dropped, the one that computed it had been launched already."""
+    engine = ToyEngine(overlap=True)
+    assert answer(prompt(3), 1) != [0]
+    engine.add(make_request(0, prompt(3), 8))
+    engine.schedule()
+    engine.schedule()
+    engine.abort(0)
+    engine.retire()
+    engine.retire()
+    engine.add(make_request(1, [*prompt(3), 0, 1], 1))
+    engine.run()
+    assert engine.scheduler.prefix_hits == 0
+    assert engine.tokens[1, 0] == answer([*prompt(3), 0, 1], 1)
+
+
 def test_abort_of_one_choice() -> None:
     engine = ToyEngine()
     engine.add(make_request(0, prompt(5), 4, n=3))
