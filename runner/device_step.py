@@ -184,7 +184,8 @@ class DeviceStep:
         """Hands over the second half. `Launched.done` then says when the results are on the host."""
         asks, edits, launched.logprob_entries = self._asks_of(launched.step)
         self.stream.run(lambda: self._sample(launched, asks, edits))
-        launched.done = launched.staging.done = self.stream.record()
+        staging = launched.staging
+        launched.done = staging.done = self.stream.record(staging.done)
 
     # --- on the host, before the launch -----------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ retirement; `Addresses` outlives a step as long as the same sequences go on."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,7 @@ from runner.messages import StepOutput, TokenLogprobs
 from runner.slot_table import SlotTable
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """One worker's part of a step's tokens."""
 
     worker: int
@@ -26,8 +25,7 @@ class _Share:
     choices: list[int]
 
 
-@dataclass(frozen=True)
-class _Shares:
+class _Shares(NamedTuple):
     order: NDArray[np.intp]
     """[n]: entries, each worker's together."""
     shares: list[_Share]
@@ -37,7 +35,7 @@ class Addresses:
     """Whom the tokens of a step's entries go to. Read from the slots before the step is accounted for: they may be
     given to others then."""
 
-    def __init__(self, table: SlotTable, slots: NDArray[np.intp]) -> None:
+    def __init__(self, table: SlotTable, slots: NDArray[np.signedinteger]) -> None:
         """`slots`: [E]"""
         self._workers, self._requests, self._choices = table.worker[slots], table.request[slots], table.choice[slots]
         self._all: _Shares | None = None

@@ -64,7 +64,7 @@ class SlotTable:
         """Of slots that have one."""
         return list(map(self.sequences.__getitem__, slots.tolist()))  # type: ignore[arg-type]
 
-    def stopping(self, slots: NDArray[np.intp], token_ids: NDArray[np.int64]) -> NDArray[np.intp]:
+    def stopping(self, slots: NDArray[np.signedinteger], token_ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """Places among `slots` ([n]) whose new token ([n]) is one that ends its sequence."""
         hits = self.stop_ids[:, slots] == token_ids
         return hits.any(0).nonzero()[0] if np.count_nonzero(hits) else _NOWHERE

@@ -53,7 +53,7 @@ class HiddenRun:
 class Step:
     """Entries are packed one behind the other, those with one row (decodes) first. E entries, T rows."""
 
-    slots: NDArray[np.intp]
+    slots: NDArray[np.signedinteger]
     """[E]"""
     starts: NDArray[np.int32]
     """[E + 1]: first row of each entry; the last element is T."""

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--closed", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-prefix-caching", action="store_true", help="as the server does without it")
     parser.add_argument("--profile", action="store_true", help="the functions that take the time, by cProfile")
     parser.add_argument("--compare", type=Path, help="another version's folder")
     parser.add_argument("--rounds", type=int, default=3, help="of --compare")
@@ -83,7 +84,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
     )  # fmt: skip
     figures: dict[str, dict[str, float]] = {}
     with sink(folder, config, arguments.workers) as endpoint:
-        bench = Bench(Engine.load(config, endpoint.emit), arguments.workers)
+        bench = Bench(Engine.load(config, endpoint.emit), arguments.workers, private=arguments.no_prefix_caching)
         for batch in arguments.batches:
             with profiled(arguments.profile, f"decode {batch}"):
                 figures[f"decode {batch}"] = bench.decode(batch, arguments.steps)
@@ -164,7 +165,7 @@ class NoStream:
     def run(self, work: Callable[[], None]) -> None:
         work()
 
-    def record(self) -> NoStream:
+    def record(self, again: object = None) -> NoStream:
         return self
 
     def wait(self) -> None:
@@ -172,14 +173,14 @@ class NoStream:
 
 
 class Bench:
-    def __init__(self, engine: Engine, workers: int) -> None:
-        self._engine, self._workers = engine, workers
+    def __init__(self, engine: Engine, workers: int, *, private: bool) -> None:
+        self._engine, self._workers, self._private = engine, workers, private
         self._number, self._ended = 0, 0
         self._random = np.random.default_rng(0)
         self._seconds: dict[str, float] = defaultdict(float)
         device: Any = engine.device
         device._graphs, device.stream = NoGraphs(), NoStream()
-        runner.device_step.admit = lambda *_: None
+        setattr(runner.device_step, "admit", lambda *_: None)  # noqa: B010 - it is not that module's own
         # As large as real ones: small ints are objects that exist already.
         device._sampled.copy_(torch.from_numpy(self._random.integers(1000, 150_000, len(device._sampled))))
         bench: Any = self
@@ -191,8 +192,7 @@ class Bench:
             (engine, "_emit", "emit"),
         ):
             setattr(owner, name, bench._timed(getattr(owner, name), part))
-        emit = engine._emit
-        engine._emit = lambda worker, output: (self._see(output), emit(worker, output))[1]
+        self._send, engine._emit = engine._emit, self._emit
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         seconds, clock = self._seconds, time.perf_counter
@@ -205,8 +205,9 @@ class Bench:
 
         return timed
 
-    def _see(self, output: StepOutput) -> None:
+    def _emit(self, worker: int, output: StepOutput) -> None:
         self._ended += len(output.ends)
+        self._send(worker, output)
 
     def decode(self, batch: int, steps: int) -> dict[str, float]:
         for i in range(batch):  # not all of them fill their blocks in the same step
@@ -286,7 +287,7 @@ class Bench:
         info = self._engine.info
         return Request.from_message(
             message, frames, vocab_size=info.vocab_size, row_size=info.hidden_size * 2,
-            max_model_len=info.max_model_len, block_size=info.block_size, private_cache=False,
+            max_model_len=info.max_model_len, block_size=info.block_size, private_cache=self._private,
         )  # fmt: skip
 
     def _request(self, *, ids: int, answer: int) -> Request:
@@ -317,6 +318,7 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 def compare(arguments: argparse.Namespace) -> None:
     """Both versions run this file; what it imports is their own."""
     options = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "workers", "device")]
+    options += ["--no-prefix-caching"] if arguments.no_prefix_caching else []
     for name in ("batches", "closed"):
         options += [f"--{name}", *map(str, getattr(arguments, name))]
     folders = {"there": arguments.compare.resolve(), "here": Path.cwd()}

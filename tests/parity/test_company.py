@@ -40,7 +40,7 @@ class _SeveralWorkers(Harness):
         return msgspec.structs.replace(message, worker=message.request % WORKERS), frames
 
     def _emit(self, worker: int, output: StepOutput) -> None:
-        parts = (*output.started, *output.ends, *output.hidden)
+        parts: list[Any] = [*output.started, *output.ends, *output.hidden]
         assert {number % WORKERS for number in (*output.requests, *(part.request for part in parts))} <= {worker}
         super()._emit(0, output)
 
@@ -70,7 +70,7 @@ def _random_request(generator: random.Random, shelf: EngineShelf, at_once: bool)
             stop, expected = (token,), until
     arrival = 0 if at_once else generator.choice([0, generator.randrange(40)])
     abort_at = arrival + generator.randrange(1, 30) if generator.random() < 0.2 else None
-    prompt = generator.choice([found.ids, found.rows])
+    prompt: Prompt = found.ids if generator.random() < 0.5 else found.rows
     return _Asked(found, prompt, asks, max_tokens, expected, stop, arrival, abort_at)
 
 
