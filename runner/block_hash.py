@@ -10,9 +10,10 @@ nobody can construct two prompts that collide.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from runner.messages import DIGEST_BYTES, EMBEDDING_ID
 
 _KEY = secrets.token_bytes(32)
+_EMPTY = blake2b(key=_KEY, digest_size=DIGEST_BYTES)
 _SPAN, _POSITIONS = b"\1", b"\2"
 """What begins a part of a link that only some blocks have. Each such part's length follows from its first byte."""
 
@@ -74,13 +76,16 @@ class BlockHashes:
             token_ids: [num_rows], the sequence's known rows from the first on.
             row_digests: one digest per embedding row of the sequence, in order.
         """
-        size = self._block_size
-        for start in range(len(self.links) * size, len(token_ids) - size + 1, size):
-            ids = token_ids[start : start + size]
-            link = blake2b(self._parent, key=_KEY, digest_size=DIGEST_BYTES)
+        size, first_row = self._block_size, len(self.links) * self._block_size
+        blocks = token_ids[first_row : len(token_ids) // size * size].reshape(-1, size)
+        counts: Iterable[int] = repeat(0)
+        if row_digests:
+            counts = np.count_nonzero(blocks == EMBEDDING_ID, axis=1).tolist()
+        for start, ids, embeddings in zip(range(first_row, len(token_ids), size), blocks, counts, strict=False):
+            link = _EMPTY.copy()  # in half the time of a new one
+            link.update(self._parent)
             link.update(ids.tobytes())
-            if row_digests:
-                embeddings = int(np.count_nonzero(ids == EMBEDDING_ID))
+            if embeddings:
                 first = self._digests_used * DIGEST_BYTES
                 link.update(row_digests[first : first + embeddings * DIGEST_BYTES])
                 self._digests_used += embeddings

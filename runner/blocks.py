@@ -28,29 +28,39 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self.num_cached = 0
-        """Free blocks that can be found."""
+        self._empty = list(range(num_blocks - 1, 0, -1))
+        """Free blocks that hold nothing; the last one goes first."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that can be found; the first one goes first."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that can be found."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with undefined content; forgets what they cached. Raises `OutOfBlocks`."""
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} free")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
+        left = max(len(self._empty) - count, 0)
+        blocks = self._empty[left:]
+        del self._empty[left:]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
             digest = self._hashes[block]
             if digest is not None:
                 del self._by_hash[digest]
                 self._hashes[block] = None
-                self.num_cached -= 1
+            blocks.append(block)
+        for block in blocks:
             self._holders[block] = 1
         return blocks
 
@@ -62,8 +72,7 @@ class BlockPool:
             if block is None:
                 break
             if self._holders[block] == 0:
-                del self._free[block]
-                self.num_cached -= 1
+                del self._cached[block]
             self._holders[block] += 1
             blocks.append(block)
         return blocks
@@ -77,14 +86,14 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives held blocks back. A sequence's last block is evicted before its first: prefixes are what is shared."""
+        holders, hashes = self._holders, self._hashes
         for block in reversed(blocks):
-            holders = self._holders[block] - 1
-            if holders < 0:
+            left = holders[block] - 1
+            if left < 0:
                 raise ValueError(f"block {block} is not held")
-            self._holders[block] = holders
-            if holders == 0:
-                self._free[block] = None
-                if self._hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+            holders[block] = left
+            if left == 0:
+                if hashes[block] is None:
+                    self._empty.append(block)
                 else:
-                    self.num_cached += 1
+                    self._cached[block] = None

@@ -46,6 +46,7 @@ _COMPILED_TOPS = (1, 20, 64)
 """Numbers of best tokens between which `kernels.logprobs` chooses a kernel."""
 _GAP = 16
 """Rows that are copied for nothing sooner than a copy more is begun."""
+_NOTHING_ASKED = Asks()
 SCORE_ROWS = 256
 """Rows whose logits exist at once while a prompt is scored."""
 
@@ -183,12 +184,15 @@ class DeviceStep:
         """Hands over the second half. `Launched.done` then says when the results are on the host."""
         asks, edits, launched.logprob_entries = self._asks_of(launched.step)
         self.stream.run(lambda: self._sample(launched, asks, edits))
-        launched.done = launched.staging.done = self.stream.record()
+        staging = launched.staging
+        launched.done = staging.done = self.stream.record(staging.done)
 
     # --- on the host, before the launch -----------------------------------------------------------------------------
 
     def _asks_of(self, step: Step) -> tuple[Asks, LogitEdits | None, list[int]]:
         """What entries ask of sampling beyond a temperature; last, those that want log-probabilities."""
+        if not np.count_nonzero(step.asking):
+            return _NOTHING_ASKED, None, []
         asking = np.nonzero(step.asking)[0]
         penalties, filters, by_entry = self._asks[:, step.slots[asking]]
         asks = Asks(bool(penalties.any()), bool(filters.any()))
@@ -233,10 +237,14 @@ class DeviceStep:
 
     # --- on the device ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    # What is handed to the stream in most steps is copies and graphs: only what computes enters inference mode.
+
     def _forward(self, launched: Launched, words: int) -> None:
         step, staging = launched.step, launched.staging
-        self.upload[:words].copy_(staging.words[:words], non_blocking=True)
+        if step.admissions:
+            self.upload[:words].copy_(staging.words[:words], non_blocking=True)
+        else:
+            self._record.copy_(staging.record, non_blocking=True)
         for row, end in _ranges(step.embedding_runs):
             self.rows[row:end].copy_(staging.rows[row:end], non_blocking=True)
         if len(step.latent_inputs):
@@ -264,14 +272,13 @@ class DeviceStep:
         if self.debug_checks:
             self._check_mask(step)
 
-    @torch.inference_mode()
     def _sample(self, launched: Launched, asks: Asks, edits: LogitEdits | None) -> None:
         step, asking = launched.step, launched.logprob_entries
         entries = step.num_entries
-        constrained, raw = launched.mask_shape[0] > 0, self._logits[:entries]
+        constrained, raw = launched.mask_shape[0] > 0, self._logits
         changed = (asks.penalties or edits is not None) and raw.dtype == torch.float32
         if asking and (constrained or changed):
-            raw = raw.clone()  # else the sampler changes a copy of its own
+            raw = raw[:entries].clone()  # else the sampler changes a copy of its own
         if constrained:
             self._apply_masks(launched)
         graph = None
@@ -354,6 +361,7 @@ class DeviceStep:
         gather_rows(ids, is_token, self.rows, table, out)
         return out
 
+    @torch.inference_mode()
     def _score_prompts(self, launched: Launched, hidden: Tensor) -> None:
         for score in launched.step.prompt_scores:
             count = score.end - score.start

@@ -162,6 +162,8 @@ class Endpoint:
         return msgspec.structs.replace(engine.stats(), stored_embeddings=len(store), stored_bytes=store.size)
 
     def _next_command(self, wait: float) -> Command | None:
+        if not wait and self._inbox.empty():  # as in most steps
+            return None
         try:
             return self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
         except queue.Empty:

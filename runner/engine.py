@@ -39,6 +39,7 @@ from runner.messages import (
     VisionInfo,
 )
 from runner.model import Model, max_positions, read_model_config
+from runner.outbox import Addresses, Outbox
 from runner.prompt_pace import PromptPace
 from runner.sampler import Logprobs
 from runner.scheduler import Ended, Scheduler
@@ -105,6 +106,8 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self._scheduled: Step | None = None
         """While it is being launched."""
+        self._addresses: tuple[int, Addresses | None] = 0, None
+        """Of the step that was retired last, and its `members`."""
         self._grammars = GrammarExecutor()
         self._emit = emit
         self._counters = _Counters()
@@ -274,10 +277,11 @@ class Engine:
             launched = self.device.launch_forward(step)
             self._launched.append(launched)
             self._scheduled = None
-            asking = np.nonzero(step.asking)[0].tolist()
-            constrained = [entry for entry in asking if step.sequences[entry].matcher is not None]
-            if constrained:
-                self._constrain(launched, constrained)
+            if np.count_nonzero(step.asking):
+                asking = step.asking.nonzero()[0].tolist()
+                constrained = [entry for entry in asking if step.sequences[entry].matcher is not None]
+                if constrained:
+                    self._constrain(launched, constrained)
             self.device.launch_sampling(launched)
         # Nothing launched: the scheduler may be waiting for what is in flight.
         if self._launched and (step is None or len(self._launched) > self._depth):
@@ -286,7 +290,9 @@ class Engine:
     def _constrain(self, launched: Launched, entries: list[int]) -> None:
         """Stages the masks of a step's constrained entries, once their matchers are up to date."""
         sequences = launched.step.sequences
-        if (self.scheduler.table.in_flight[launched.step.slots[entries]] > 1).any():
+        theirs = set(launched.step.slots[entries].tolist())
+        earlier = [each.step for each in self._launched if each is not launched]
+        if any(not theirs.isdisjoint(step.slots.tolist()) for step in earlier):
             while self._launched[0] is not launched:
                 self._retire_first()
         entries = [entry for entry in entries if not sequences[entry].ended]
@@ -313,21 +319,14 @@ class Engine:
         started = time.perf_counter()
         launched.done.wait()
         self.waited_seconds += time.perf_counter() - started
-        step = launched.step
-        outputs: dict[int, StepOutput] = {}
-
-        def output(worker: int) -> StepOutput:
-            if worker not in outputs:
-                outputs[worker] = StepOutput([], [], [])
-            return outputs[worker]
-
-        self._add_started(step, output)
-        self._add_prompt_logprobs(launched, output)
-        tokens = launched.tokens[: step.num_entries].numpy().copy()
-        origin = self.scheduler.table.origin[step.slots]  # a copy: slots may be given to others now
+        step, outbox = launched.step, Outbox()
+        self._add_started(step, outbox)
+        self._add_prompt_logprobs(launched, outbox)
+        tokens = launched.staging.sampled[: step.num_entries].copy()
+        addresses = self._addresses_of(step)
         # Before the step is accounted for: the tokens that it sampled for these don't count.
         complete = self._end_by_grammar(launched.ends)
-        self._add_hidden(launched, complete, output)
+        self._add_hidden(launched, complete, outbox)
         self._keep_latents(launched)
         entries, ended = self.scheduler.retire(step, tokens)
         followed = self._end_by_grammar(self._follow(step, entries, tokens))
@@ -336,31 +335,32 @@ class Engine:
         strayed = {end.sequence for end in followed if end.reason == "error"}
         if strayed:  # by a token that may be none of the grammar's: nobody is told of it
             entries = entries[[step.sequences[entry] not in strayed for entry in entries.tolist()]]
-        logprobs = self._logprobs_by_entry(launched)
-        for worker in set(origin[entries, 0].tolist()):
-            mine = entries[origin[entries, 0] == worker]
-            out = output(worker)
-            out.requests.extend(origin[mine, 1].tolist())
-            out.choices.extend(origin[mine, 2].tolist())
-            out.tokens.extend(tokens[mine].tolist())
-            if logprobs:
-                out.logprobs.extend(map(logprobs.get, mine.tolist()))
+        outbox.add_tokens(addresses.of(entries), tokens, self._logprobs_by_entry(launched))
         for end in ended:
-            out = output(end.sequence.request.key[0])
+            out = outbox.of(end.sequence.request.key[0])
             out.ends.append(_end_message(end))
             if end.reason != "error":
                 out.hidden.extend(end.sequence.kept_hidden.messages(end.sequence.request, end.sequence.choice))
         # Once a request: siblings often end in the same step.
         for request in {end.sequence.request for end in ended}:
             self._release_rows(request)
-        for worker, message in outputs.items():
-            self._emit(worker, message)
+        outbox.send(self._emit)
+
+    def _addresses_of(self, step: Step) -> Addresses:
+        """While the same sequences go on, the same."""
+        members, addresses = self._addresses
+        if addresses is None or not step.members or step.members != members:
+            addresses = Addresses(self.scheduler.table, step.slots)
+            self._addresses = step.members, addresses
+        return addresses
 
     def _follow(
         self, step: Step, entries: NDArray[np.intp], tokens: NDArray[np.int64]
     ) -> list[tuple[Sequence, Outcome]]:
         """Moves the matchers on by the tokens that a step made. (Those that ended with theirs need it no more.)"""
         moving, matched = [], []
+        if not np.count_nonzero(step.asking):
+            return []
         for entry in entries[step.asking[entries]].tolist():
             sequence = step.sequences[entry]
             if sequence.matcher is not None and not sequence.ended:
@@ -379,7 +379,7 @@ class Engine:
         return ended
 
     @staticmethod
-    def _add_started(step: Step, output: Callable[[int], StepOutput]) -> None:
+    def _add_started(step: Step, outbox: Outbox) -> None:
         for admission in step.admissions:
             sequence = admission.sequence
             if not sequence.started and not sequence.ended:
@@ -388,10 +388,10 @@ class Engine:
                 cached = min(admission.computed, request.prompt_len)
                 waited = admission.at - request.arrived
                 worker, number = request.key
-                output(worker).started.append(Started(number, sequence.choice, cached, waited))
+                outbox.of(worker).started.append(Started(number, sequence.choice, cached, waited))
 
     @staticmethod
-    def _add_prompt_logprobs(launched: Launched, output: Callable[[int], StepOutput]) -> None:
+    def _add_prompt_logprobs(launched: Launched, outbox: Outbox) -> None:
         for score, targets, logprobs in launched.prompt_logprobs:
             sequence = launched.step.sequences[score.entry]
             if not sequence.ended:
@@ -399,9 +399,9 @@ class Engine:
                 rows = zip(ids, _token_logprobs(ids, logprobs, score.top), strict=True)
                 entries = tuple(None if token <= EMBEDDING_ID else row for token, row in rows)
                 worker, number = sequence.request.key
-                output(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
+                outbox.of(worker).prompt_logprobs.append(PromptLogprobs(number, score.start, entries))
 
-    def _add_hidden(self, launched: Launched, complete: list[Ended], output: Callable[[int], StepOutput]) -> None:
+    def _add_hidden(self, launched: Launched, complete: list[Ended], outbox: Outbox) -> None:
         """`complete`: sequences that end before the token which this step has sampled for them."""
         if launched.hidden is None:
             return
@@ -415,7 +415,7 @@ class Engine:
                 continue
             worker, data = request.key[0], rows[:count]
             if data.nbytes <= PIECE_BYTES:
-                output(worker).hidden.extend(pieces(request.key[1], sequence.choice, run.start, data))
+                outbox.of(worker).hidden.extend(pieces(request.key[1], sequence.choice, run.start, data))
                 continue
             for piece in pieces(request.key[1], sequence.choice, run.start, data):
                 self._emit(worker, StepOutput([], [], [], hidden=[piece]))

@@ -13,67 +13,25 @@ first (it often frees some), so a preempted sequence never has a token on its wa
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.blocks import BlockPool
 from runner.fair_queue import FairQueue
-from runner.hidden import NO_POSITION
 from runner.messages import EMBEDDING_ID, FinishReason
 from runner.prompt_pace import PromptPace
 from runner.sequence import Key, Request, Sequence
+from runner.slot_table import SlotTable
 from runner.step import Admission, HiddenRun, PromptScore, Step
 
+_PUBLISHED_AT_ONCE = 8
+"""Blocks of an answer: looking them up, one after another, costs more than the hashes themselves."""
+_NEVER = 2**30
+"""In place of a number of published blocks: no sequence has so many."""
 _SMALL_PADDING = 128
 """Rows; a step's weights have to be read for few rows as for many."""
-
-
-class SlotTable:
-    """The scheduler's own arrays, indexed by slot: the host's side of `slots.SlotState`."""
-
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
-        blocks_per_seq = -(-max_model_len // block_size)
-        self.sequences: list[Sequence | None] = [None] * num_slots
-        self.token_ids: NDArray[np.int32] = np.zeros((num_slots, max_model_len), np.int32)
-        self.blocks: NDArray[np.int32] = np.zeros((num_slots, blocks_per_seq), np.int32)
-        self.num_blocks: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.length: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.computed: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.known: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        """Rows whose token ids have arrived: `length` less what is in flight."""
-        self.prompt_len: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.answer_start: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        """`Request.answer_start`: behind the prompt, and behind its latent steps."""
-        self.admitted: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        """Rows known at the admission. Later ones are known to the device first."""
-        self.limit: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.published: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        """Blocks offered to the prefix cache."""
-        self.admission: NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self.origin: NDArray[np.int64] = np.zeros((num_slots, 3), np.int64)
-        """(worker, request, choice): whom its tokens go to."""
-        self.client: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.in_flight: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        """Launched steps that read the slot and its blocks and have not retired."""
-        self.ended: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        """Its sequence has ended; the slot is kept for steps in flight only."""
-        self.open: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        """Has rows left to launch."""
-        self.asks: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        """Its sampling asks for more than a temperature."""
-        self.hidden_from: NDArray[np.int32] = np.full(num_slots, NO_POSITION, np.int32)
-        """`Sequence.hidden_from`."""
-        self.stop_ids: NDArray[np.int32] = np.full((num_slots, 4), -1, np.int32)
-        self.free = list(range(num_slots - 1, -1, -1))
-
-    def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            grown = np.full((len(self.sequences), len(stop_ids)), -1, np.int32)
-            grown[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = grown
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
 
 class Ended:
@@ -88,6 +46,22 @@ class Ended:
         self.reason = reason
         self.stop_token = stop_token
         self.message = message
+
+
+@dataclass
+class _Running:
+    """Who is running between two steps: found once, and good until somebody joins, or has nothing left to launch."""
+
+    decodes: NDArray[np.intp]
+    """[D]: slots that lack one row."""
+    prefills: NDArray[np.intp]
+    """[P]: slots that lack more, as they were admitted."""
+    number: int
+    """`Step.members` of steps of these decodes alone."""
+    sequences: list[Sequence] | None = None
+    """[D], once there was such a step."""
+    grown: bool = False
+    """No decode has rows left that were known at its admission: all rows to come are the answer's."""
 
 
 class Scheduler:
@@ -112,7 +86,12 @@ class Scheduler:
         self.table = SlotTable(num_slots, max_model_len, block_size)
         self.waiting = FairQueue(num_clients)
         self.requests: dict[Key, list[Sequence]] = {}
-        self.num_in_flight = 0
+        self._running: _Running | None = None
+        """None: to be found anew."""
+        self._compositions = 0
+        """How often that was."""
+        self._launches = 0
+        self._retirements = 0
         self.ended_sequences = 0
         self.ended_requests = [0] * num_clients
         """Of each client."""
@@ -127,6 +106,18 @@ class Scheduler:
         self._inspected = 0
         """Slots whose sequences have latent steps or are asked for hidden states: where there are none, no step is
         searched for them."""
+        self._asking = 0
+        """Slots whose sequences ask for more than a temperature."""
+        self._stopping = 0
+        """Slots whose sequences a token may end."""
+        self._leaving = 0
+        """Slots that are kept for steps in flight only."""
+        self._num_clients = num_clients
+        # Parts of many a step, never written to.
+        self._ones: NDArray[np.int32] = np.ones(num_slots, np.int32)
+        self._zeros: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self._nobody: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._one_by_one: NDArray[np.int32] = np.arange(num_slots + 1, dtype=np.int32)
         # A little room for the running to grow into, lest the newest be admitted only to be preempted.
         self._watermark = num_blocks // 100
 
@@ -158,6 +149,11 @@ class Scheduler:
         return len(self.table.sequences) - len(self.table.free)
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and have not retired."""
+        return self._launches - self._retirements
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests) or self.num_in_flight > 0
 
@@ -167,25 +163,58 @@ class Scheduler:
         """The next step, counted as launched; None if nothing can be launched before the step in flight retires (or at
         all)."""
         table = self.table
-        decodes = np.nonzero(table.open & (table.length - table.computed == 1))[0]
-        lacking = decodes[table.computed[decodes] // self.block_size >= table.num_blocks[decodes]]
-        while len(lacking) > self.pool.num_free:
+        while True:
+            running = self._running = self._running or self._find_running()
+            decodes = running.decodes
+            lacking = (table.computed[decodes] // self.block_size >= table.num_blocks[decodes]).nonzero()[0]
+            if len(lacking) <= self.pool.num_free:
+                break
             if self.num_in_flight:
                 return None
             self._preempt_newest()
-            decodes, lacking = decodes[table.open[decodes]], lacking[table.open[lacking]]
-        new_blocks = np.zeros(len(table.sequences), np.int32)
-        if len(lacking):
-            blocks = self.pool.allocate(len(lacking))
-            new_blocks[lacking] = blocks
-            table.blocks[lacking, table.num_blocks[lacking]] = blocks
-            table.num_blocks[lacking] += 1
+        new_blocks = self._allocate(decodes, lacking)
+        chunks: list[tuple[int, int]] = []
+        admissions: list[Admission] = []
+        if len(running.prefills) or (table.free and self.waiting):
+            chunks, admissions = self._take_prompts(running)
+        if len(decodes):
+            self.pace.took(sum(rows for _, rows in chunks))
+        if not chunks:
+            ones = self._ones[: len(decodes)]
+            return self._launch(decodes, ones, new_blocks, len(decodes), admissions) if len(decodes) else None
+        chunks.sort(key=_is_long)  # a prompt's last row goes with the decodes
+        num_decodes = len(decodes) + sum(rows == 1 for _, rows in chunks)
+        slots = np.concatenate([decodes, np.array([slot for slot, _ in chunks], np.intp)])
+        counts = np.concatenate([self._ones[: len(decodes)], np.array([rows for _, rows in chunks], np.int32)])
+        new_blocks = np.concatenate([new_blocks, self._zeros[: len(chunks)]])
+        return self._launch(slots, counts, new_blocks, num_decodes, admissions)
 
-        prefills = np.nonzero(table.open & (table.length - table.computed > 1))[0]
-        budget = self._prompt_budget(len(decodes), prefills)
-        spare = self.budget - len(decodes) - budget
-        chunks: list[tuple[int, int]] = []  # (slot, rows)
-        for slot in prefills[np.argsort(table.admission[prefills])].tolist():
+    def _find_running(self) -> _Running:
+        table = self.table
+        lacking = table.length - table.computed
+        decodes, prefills = (table.open & (lacking == 1)).nonzero()[0], (table.open & (lacking > 1)).nonzero()[0]
+        if len(prefills) > 1:
+            prefills = prefills[table.admission[prefills].argsort()]
+        self._compositions += 1
+        return _Running(decodes, prefills, self._compositions)
+
+    def _allocate(self, decodes: NDArray[np.intp], lacking: NDArray[np.intp]) -> NDArray[np.int32]:
+        """A block for each of the decodes at the places `lacking`. Returns [D]: each one's new block, or 0."""
+        if not len(lacking):
+            return self._zeros[: len(decodes)]
+        table, slots = self.table, decodes[lacking]
+        new_blocks = np.zeros(len(decodes), np.int32)
+        new_blocks[lacking] = table.blocks[slots, table.num_blocks[slots]] = self.pool.allocate(len(lacking))
+        table.num_blocks[slots] += 1
+        return new_blocks
+
+    def _take_prompts(self, running: _Running) -> tuple[list[tuple[int, int]], list[Admission]]:
+        """The chunks of the next step, (slot, rows), and those of their sequences that are new."""
+        num_decodes, prefills = len(running.decodes), running.prefills
+        budget = self._prompt_budget(num_decodes, prefills)
+        spare = self.budget - num_decodes - budget
+        chunks: list[tuple[int, int]] = []
+        for slot in prefills.tolist():
             budget = self._take_chunk(chunks, slot, budget, spare)
         admissions: list[Admission] = []
         room = self.max_admitted_rows
@@ -193,30 +222,18 @@ class Scheduler:
             admissions.append(admission)
             room -= len(admission.sequence.token_ids)
             budget = self._take_chunk(chunks, admission.sequence.slot, budget, spare)
-
-        singles = [slot for slot, rows in chunks if rows == 1]
-        chunks = [chunk for chunk in chunks if chunk[1] > 1]
-        slots = np.concatenate([decodes, singles, [slot for slot, _ in chunks]]).astype(np.int32)
-        if not len(slots):
-            return None
-        if len(decodes):
-            self.pace.took(len(singles) + sum(rows for _, rows in chunks))
-        num_decodes = len(decodes) + len(singles)
-        counts = np.ones(len(slots), np.int32)
-        counts[num_decodes:] = [rows for _, rows in chunks]
-        return self._launch(slots, counts, new_blocks[slots], num_decodes, admissions)
+        return chunks, admissions
 
     def _prompt_budget(self, num_decodes: int, prefills: NDArray[np.intp]) -> int:
         """Prompt rows that the next step may have: such that little of it is padding."""
-        lacking = self.table.length[prefills] - self.table.computed[prefills]
+        lacking: list[int] = (self.table.length[prefills] - self.table.computed[prefills]).tolist()
         most = budget = self.budget - num_decodes
         if num_decodes:
             most = min(budget, self.pace.most)
-            first = self._first_prompt(prefills, lacking)
-            budget = min(budget, self.pace.rows(first, int(lacking.sum()) + self.waiting.rows))
+            budget = min(budget, self.pace.rows(self._first_prompt(lacking), sum(lacking) + self.waiting.rows))
         if not self.padded_sizes:
             return budget
-        wanted = int(lacking.sum())
+        wanted = sum(lacking)
         for sequence, _ in zip(self.waiting, self.table.free, strict=False):
             if wanted > budget:
                 break
@@ -234,10 +251,10 @@ class Scheduler:
         # But never so much that prompts hardly get on.
         return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
 
-    def _first_prompt(self, prefills: NDArray[np.intp], lacking: NDArray[np.int32]) -> int:
+    def _first_prompt(self, lacking: list[int]) -> int:
         """Rows that the prompt whose turn it is still lacks; 0 if there is none."""
-        if len(prefills):
-            return int(lacking[self.table.admission[prefills].argmin()])
+        if lacking:
+            return lacking[0]
         sequence = self.waiting.first() if self.waiting and self.table.free else None
         return 0 if sequence is None else len(sequence.token_ids)
 
@@ -261,7 +278,7 @@ class Scheduler:
             return None
         request, known = sequence.request, len(sequence.token_ids)
         cached: list[int] = []
-        if not sequence.scores_prompt:
+        if not sequence.scores_prompt and not (request.is_alone and sequence.admission < 0):
             # The last row is always computed: its logits are what the next token is sampled from. So are rows whose
             # hidden states are wanted: the cache has none.
             links = sequence.hashes.extend(sequence.token_ids, request.row_digests)
@@ -291,16 +308,19 @@ class Scheduler:
         table.prompt_len[slot], table.answer_start[slot] = request.prompt_len, request.answer_start
         table.admitted[slot] = known
         table.limit[slot] = sequence.limit
-        table.published[slot] = len(cached)
+        table.published[slot] = _NEVER if request.is_alone else len(cached)
         table.admission[slot] = sequence.admission = self._admissions
-        table.origin[slot] = (*request.key, sequence.choice)
+        (table.worker[slot], table.request[slot]), table.choice[slot] = request.key, sequence.choice
         table.client[slot] = request.client
-        table.in_flight[slot], table.ended[slot], table.open[slot] = 0, False, True
-        table.asks[slot] = not request.sampling.is_plain
+        table.open[slot] = True
+        table.asks[slot] = asks = not request.sampling.is_plain
         table.hidden_from[slot] = sequence.hidden_from
         table.set_stop_ids(slot, request.sampling.stop_token_ids)
         self._admissions += 1
         self._inspected += sequence.is_inspected
+        self._asking += asks
+        self._stopping += bool(request.sampling.stop_token_ids)
+        self._running = None
         sequence.slot = slot
         return Admission(sequence, computed, blocks)
 
@@ -312,44 +332,60 @@ class Scheduler:
         self.pool.release(cached[blocks:])
         return cached[:blocks]
 
-    def _launch(self, slots: NDArray[np.int32], counts: NDArray[np.int32], new_blocks: NDArray[np.int32],
+    def _launch(self, slots: NDArray[np.intp], counts: NDArray[np.int32], new_blocks: NDArray[np.int32],
                 num_decodes: int, admissions: list[Admission]) -> Step:  # fmt: skip
-        table = self.table
-        sequences = [s for slot in slots.tolist() if (s := table.sequences[slot]) is not None]
-        before = table.computed[slots]
+        table, running = self.table, self._running
+        entries = len(slots)
+        if running is None or slots is not running.decodes:
+            running = None
+            sequences, starts = table.sequences_of(slots), np.zeros(entries + 1, np.int32)
+            np.cumsum(counts, out=starts[1:])
+        else:
+            starts = self._one_by_one[: entries + 1]
+            sequences = running.sequences = running.sequences or table.sequences_of(slots)
+        before, length = table.computed[slots], table.length[slots]
         computed = before + counts
-        reaches_end = computed == table.length[slots]
-        prompt_len = table.prompt_len[slots]
-        prompt_rows = int((np.minimum(computed, prompt_len) - np.minimum(before, prompt_len)).sum())
-        samples = reaches_end & (table.length[slots] < table.limit[slots])
-        latent = (
-            samples & (table.length[slots] < table.answer_start[slots]) if self._inspected else np.zeros_like(samples)
-        )
-        starts = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        asking = samples & table.asks[slots] & ~latent
-        step = Step(slots, starts, computed, new_blocks, samples, asking, table.length[slots],
-                    num_decodes, prompt_rows, sequences, admissions)  # fmt: skip
-        if self._inspected:
-            step.latent_outputs = np.nonzero(latent)[0]
-            step.latent_inputs = np.nonzero((before >= table.admitted[slots]) & (before < table.answer_start[slots]))[0]
-            for entry in np.nonzero(computed > table.hidden_from[slots])[0].tolist():
-                self._add_hidden_run(step, entry, int(before[entry]))
-        for entry in np.nonzero(before < table.admitted[slots])[0].tolist():
-            self._add_prompt_rows(step, entry, int(before[entry]))
-        table.computed[slots] = computed
-        table.length[slots] += samples
-        self.waiting.charge_tokens(table.client[slots[samples]])
+        reaches_end = computed == length
+        left = table.limit[slots] - length
+        samples = reaches_end & (left > 0)
         # An answer's last token is never computed; a latent step is, be it the last of all rows.
-        table.open[slots] = ~(reaches_end & (table.length[slots] == table.limit[slots])) | latent
-        table.in_flight[slots] += 1
-        self.num_in_flight += 1
+        closing = reaches_end & (left <= 1)
+        latent = self._nobody[:entries]
+        if self._inspected:
+            latent = samples & (length < table.answer_start[slots])
+            closing &= ~latent
+        asking = samples & table.asks[slots] & ~latent if self._asking else self._nobody[:entries]
+        step = Step(slots, starts, computed, new_blocks, samples, asking, length, num_decodes, 0, sequences, admissions)
+        if self._inspected:
+            step.latent_outputs = latent.nonzero()[0]
+            step.latent_inputs = ((before >= table.admitted[slots]) & (before < table.answer_start[slots])).nonzero()[0]
+            for entry in (computed > table.hidden_from[slots]).nonzero()[0].tolist():
+                self._add_hidden_run(step, entry, int(before[entry]))
+        if running is None or not running.grown:
+            step.prompts = (before < table.admitted[slots]).nonzero()[0].tolist()
+            for entry in step.prompts:
+                self._add_prompt_rows(step, entry, int(before[entry]))
+        step.members = 0 if running is None else running.number
+        step.closing = closing.nonzero()[0].tolist()
+        self._launches += 1
+        table.computed[slots] = computed
+        table.length[slots] = length + samples
+        table.launched[slots] = self._launches
+        if self._num_clients > 1:
+            self.waiting.charge_tokens(table.client[slots[samples]])
+        if step.closing:
+            table.open[slots[step.closing]] = False
+        if running is None or step.closing:
+            self._running = None
+        else:  # Each of them lacked one row, and has it now.
+            running.grown = True
         return step
 
     def _add_prompt_rows(self, step: Step, entry: int, start: int) -> None:
         """The parts of a step that only a chunk of a prompt has: its embedding rows, and the rows to score."""
         sequence, end = step.sequences[entry], int(step.computed[entry])
         request, first_row = sequence.request, int(step.starts[entry])
+        step.prompt_rows += min(end, request.prompt_len) - min(start, request.prompt_len)
         for position, rows in sequence.embedding_rows(start, end):
             step.embedding_runs.append((first_row + position - start, rows))
         if request.position_ids is not None and start < request.prompt_len:
@@ -380,6 +416,8 @@ class Scheduler:
         running = (s for s in table.sequences if s is not None)
         sequence = max(running, key=lambda s: (s.request.priority, s.admission))
         sequence.token_ids = table.token_ids[sequence.slot, : table.known[sequence.slot]].copy()
+        if sequence.request.is_alone:  # It finds its own blocks again, if they are still there.
+            table.published[sequence.slot] = 0
         self._give_back(sequence)
         self.waiting.put_back(sequence)
         self.preemptions += 1
@@ -397,52 +435,67 @@ class Scheduler:
             with this step.
         """
         table = self.table
-        self.num_in_flight -= 1
-        live = ~table.ended[step.slots]
-        entries = np.nonzero(step.samples & live)[0]
-        slots = step.slots[entries]
-        latent = np.zeros(len(entries), np.bool_)
+        self._retirements += 1
+        live = ~table.ended[step.slots] if self._leaving else None
+        entries = (step.samples if live is None else step.samples & live).nonzero()[0]
+        slots, positions, new = step.slots, step.positions, tokens
+        if len(entries) < step.num_entries:
+            slots, positions, new = slots[entries], positions[entries], tokens[entries]
+        latent = None
         if len(step.latent_outputs):
             latent = np.isin(entries, step.latent_outputs)
-        new = np.where(latent, EMBEDDING_ID, tokens[entries])
-        table.token_ids[slots, step.positions[entries]] = new
-        table.known[slots] = step.positions[entries] + 1
-        self._publish(step, np.nonzero(live)[0])
+            new = np.where(latent, EMBEDDING_ID, new)
+        table.token_ids[slots, positions] = new
+        table.known[slots] = positions + 1
+        self._offer(step, live)
 
-        stopped = (table.stop_ids[slots] == new[:, None]).any(1) & ~latent
-        full = (table.known[slots] == table.limit[slots]) & ~latent
-        ended: list[Ended] = []
-        for i in np.nonzero(stopped | full)[0].tolist():
-            sequence = step.sequences[entries[i]]
-            ended.append(Ended(sequence, "stop", int(new[i])) if stopped[i] else Ended(sequence, "length"))
-        # A sequence that samples nothing at all (max_tokens 0) ends with its prompt's last row.
-        scored = live & ~step.samples & (step.computed == table.limit[step.slots])
-        scored &= table.limit[step.slots] == table.answer_start[step.slots]
-        ended += [Ended(step.sequences[entry], "length") for entry in np.nonzero(scored)[0].tolist()]
-
-        table.in_flight[step.slots] -= 1
-        for end in ended:
+        ended: dict[int, Ended] = {}
+        if self._stopping:
+            for i in table.stopping(slots, new).tolist():
+                if latent is None or not latent[i]:
+                    entry = int(entries[i])
+                    ended[entry] = Ended(step.sequences[entry], "stop", int(new[i]))
+        for entry in step.closing:
+            if entry not in ended and not step.sequences[entry].ended:
+                ended[entry] = Ended(step.sequences[entry], "length")
+        for end in ended.values():
             self._end(end.sequence)
-        for entry in np.nonzero(~live)[0].tolist():
-            self._release_if_ended(step.sequences[entry])
-        return entries[~latent], ended
+        if live is not None:
+            for entry in (~live).nonzero()[0].tolist():
+                self._release_if_ended(step.sequences[entry])
+        return entries if latent is None else entries[~latent], [ended[entry] for entry in sorted(ended)]
 
-    def _publish(self, step: Step, entries: NDArray[np.intp]) -> None:
-        """Offers the blocks that this step completed to the prefix cache, and lets waiting siblings in."""
-        table = self.table
-        slots, computed = step.slots[entries], step.computed[entries]
-        complete = computed // self.block_size
-        for i in np.nonzero(complete > table.published[slots])[0].tolist():
-            slot, sequence = int(slots[i]), step.sequences[entries[i]]
-            # Every row of a complete block was an input of this step or an earlier one: its id has arrived.
+    def _offer(self, step: Step, live: NDArray[np.bool_] | None) -> None:
+        """Offers blocks that a step completed to the prefix cache: a prompt's at once, and lets waiting siblings in; an
+        answer's a few together (the rest once it has ended), for nobody asks for them before it is read.
+
+        Args:
+            live: [E]: whose sequences have not ended; None: all.
+        """
+        table, slots, computed = self.table, step.slots, step.computed
+        due = computed - table.published[slots] * self.block_size >= _PUBLISHED_AT_ONCE * self.block_size
+        due[step.prompts] = True
+        places = (due if live is None else due & live).nonzero()[0]
+        self._publish(slots[places].tolist(), computed[places].tolist())
+        for entry in step.prompts:
+            sequence = step.sequences[entry]
+            if step.samples[entry] and step.positions[entry] == sequence.request.prompt_len and not sequence.ended:
+                self._free_siblings(sequence)
+
+    def _publish(self, slots: list[int], computed: list[int]) -> None:
+        """Offers what is complete of these slots' blocks and was not offered before. `computed`: rows of each."""
+        table, pool = self.table, self.pool
+        for i, slot in enumerate(slots):
+            first, end = int(table.published[slot]), computed[i] // self.block_size
+            sequence = table.sequences[slot]
+            if sequence is None or first >= end:
+                continue
+            # Every row of a complete block was an input of a step that has retired: its id has arrived.
             ids = table.token_ids[slot, : computed[i]]
             links = sequence.hashes.extend(ids, sequence.request.row_digests)
-            for block in range(int(table.published[slot]), int(complete[i])):
-                self.pool.publish(int(table.blocks[slot, block]), links[block])
-            table.published[slot] = complete[i]
-        first_tokens = step.samples[entries] & (step.positions[entries] == table.prompt_len[slots])
-        for i in np.nonzero(first_tokens)[0].tolist():
-            self._free_siblings(step.sequences[entries[i]])
+            for block, link in zip(table.blocks[slot, first:end].tolist(), links[first:end], strict=True):
+                pool.publish(block, link)
+            table.published[slot] = end
 
     def _free_siblings(self, sequence: Sequence) -> None:
         for sibling in self.requests.get(sequence.request.key, ()):
@@ -467,9 +520,16 @@ class Scheduler:
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
-            self.table.open[sequence.slot] = False
+            self._close(sequence.slot)
             self.table.ended[sequence.slot] = True
+            self._leaving += 1
             self._release_if_ended(sequence)
+
+    def _close(self, slot: int) -> None:
+        """It has nothing left to launch."""
+        if self.table.open[slot]:
+            self.table.open[slot] = False
+            self._running = None
 
     def _account(self, sequence: Sequence) -> None:
         """What its client has had of it."""
@@ -483,17 +543,26 @@ class Scheduler:
             self.unqueued_rows += request.prompt_len
 
     def _release_if_ended(self, sequence: Sequence) -> None:
-        if sequence.ended and sequence.slot >= 0 and self.table.in_flight[sequence.slot] == 0:
+        if sequence.ended and sequence.slot >= 0 and self.table.launched[sequence.slot] <= self._retirements:
             self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
+        """Nothing of it is in flight."""
         table, slot = self.table, sequence.slot
+        self._publish([slot], [int(min(table.computed[slot], table.known[slot]))])
         self.pool.release(table.blocks[slot, : table.num_blocks[slot]].tolist())
-        table.sequences[slot] = None
-        table.open[slot] = False
+        self._close(slot)
         self._inspected -= sequence.is_inspected
+        self._asking -= bool(table.asks[slot])
+        self._stopping -= bool(sequence.request.sampling.stop_token_ids)
+        self._leaving -= sequence.ended
+        table.sequences[slot], table.ended[slot] = None, False
         table.free.append(slot)
         sequence.slot = -1
+
+
+def _is_long(chunk: tuple[int, int]) -> bool:
+    return chunk[1] > 1
 
 
 def _whole_spans(request: Request, computed: int, rows: int, most: int) -> int:

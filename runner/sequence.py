@@ -53,6 +53,8 @@ class Request:
     two_way: tuple[TwoWaySpan, ...] = ()
     position_ids: NDArray[np.int32] | None = None
     """[3, prompt_len], if they aren't the rows' own places."""
+    is_alone: bool = False
+    """Nobody else ever finds its blocks: they get no keys, unless it is preempted."""
     priority: int = 0
     client: int = 0
     has_left_queue: bool = False
@@ -181,6 +183,7 @@ class Request:
             images=images,
             two_way=two_way,
             position_ids=position_ids,
+            is_alone=private_cache and message.n == 1,
             priority=message.priority,
             client=message.client,
             slot_ids=_slot_ids(token_ids, embedding, frames[2], vocab_size) if message.has_hints else None,
@@ -259,7 +262,7 @@ def _slot_ids(
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice of a request. While it runs, `slot` says where its counters live (`scheduler.SlotTable`)."""
+    """One choice of a request. While it runs, `slot` says where its counters live (`slot_table.SlotTable`)."""
 
     request: Request
     choice: int
@@ -312,7 +315,8 @@ class Sequence:
     @staticmethod
     def of_request(request: Request) -> list[Sequence]:
         """A request's sequences; all but the first wait for it to fill the prompt's blocks."""
-        request.hashes.extend(request.token_ids, request.row_digests)
+        if not request.is_alone:
+            request.hashes.extend(request.token_ids, request.row_digests)
         sequences = [Sequence(request, choice, request.hashes.fork(), request.token_ids) for choice in range(request.n)]
         for sibling in sequences[1:]:
             sibling.waits_for = sequences[0]

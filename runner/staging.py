@@ -28,11 +28,17 @@ class Staging:
         self.rows = torch.empty(rows, model.hidden_size, dtype=model.dtype, pin_memory=pin)
         self.tokens = torch.empty(num_slots, dtype=torch.int64, pin_memory=pin)
         """[S]: where the sampled ids come back to."""
+        self.sampled: NDArray[np.int64] = self.tokens.numpy()
+        """The same memory."""
         self.masks = torch.empty(0, dtype=torch.int32)
         """[G * W + G]: token masks, then the entries that they are for. Allocated when first asked for."""
         self.done: Event | None = None
         self._words: NDArray[np.int32] = self.words.numpy()
-        self._record = self._words[: record_words(num_slots)].reshape(3, -1)
+        self.record = self.words[: record_words(num_slots)].view(3, -1)
+        """[3, S + 1]: the upload of a step that admits nobody."""
+        self._record: NDArray[np.int32] = self.record.numpy()
+        self._members, self._size = 0, (-1, -1)
+        """`Step.members` of what the record holds, its entries and rows."""
         self._row_bytes: NDArray[np.uint8] = self.rows.view(torch.uint8).numpy()
 
     def reserve_masks(self, entries: list[int], words: int) -> NDArray[np.int32]:
@@ -46,16 +52,24 @@ class Staging:
 
     def fill(self, step: Step) -> int:
         """Writes a step down; returns how many words of it there are."""
-        n = step.num_entries
-        self._record[SLOTS, :n], self._record[SLOTS, n:] = step.slots, 0
-        self._record[STARTS, : n + 1], self._record[STARTS, n + 1 :] = step.starts, step.num_rows
-        self._record[NEW_BLOCKS, :n], self._record[NEW_BLOCKS, n:] = step.new_blocks, 0
+        self._fill_record(step)
         for row, rows in step.embedding_runs:
             self._row_bytes[row : row + len(rows)] = rows
         end = self._record.size + len(step.admissions) * HEADER
         for i, admission in enumerate(step.admissions):
             end = self._fill_admission(admission, self._record.size + i * HEADER, end)
         return end
+
+    def _fill_record(self, step: Step) -> None:
+        """Leaves alone what stands there from an earlier step."""
+        record, n, size = self._record, step.num_entries, (step.num_entries, step.num_rows)
+        record[NEW_BLOCKS, :n] = step.new_blocks
+        if step.members and step.members == self._members:
+            return
+        record[SLOTS, :n], record[STARTS, : n + 1] = step.slots, step.starts
+        if size != self._size:
+            record[SLOTS, n:], record[STARTS, n + 1 :], record[NEW_BLOCKS, n:] = 0, step.num_rows, 0
+        self._members, self._size = step.members, size
 
     def _fill_admission(self, admission: Admission, header: int, at: int) -> int:
         sequence, words = admission.sequence, self._words

@@ -53,7 +53,7 @@ class HiddenRun:
 class Step:
     """Entries are packed one behind the other, those with one row (decodes) first. E entries, T rows."""
 
-    slots: NDArray[np.int32]
+    slots: NDArray[np.signedinteger]
     """[E]"""
     starts: NDArray[np.int32]
     """[E + 1]: first row of each entry; the last element is T."""
@@ -78,6 +78,12 @@ class Step:
     """(row of the step of the first, their position ids, [3, n]) for every run of prompt rows that has such."""
     prompt_scores: list[PromptScore] = field(default_factory=list)
     hidden_runs: list[HiddenRun] = field(default_factory=list)
+    members: int = 0
+    """Steps with the same number here have the same entries, in the same order; 0: nobody knows."""
+    prompts: list[int] = field(default_factory=list)
+    """Entries with rows that were known at their admission: of prompts, or from before a preemption."""
+    closing: list[int] = field(default_factory=list)
+    """Entries whose sequences have nothing left to launch: they end with this step, if not before."""
     latent_inputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
     """Entries whose one row is the hidden state that the step before has left on the device."""
     latent_outputs: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))

@@ -24,12 +24,16 @@ class Stream(Protocol):
     def run(self, work: Callable[[], None]) -> None:
         """Does `work` after everything handed over before, at the latest when an event behind it is waited for."""
 
-    def record(self) -> Event: ...
+    def record(self, again: Event | None = None) -> Event:
+        """`again`: an earlier event that has been waited for and that nobody asks any more: it may serve once more."""
 
 
 class _CudaEvent:
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.record()
+
+    def record(self) -> None:
         self._event.record()
 
     def wait(self) -> None:
@@ -42,8 +46,11 @@ class CudaStream:
     def run(self, work: Callable[[], None]) -> None:
         work()
 
-    def record(self) -> Event:
-        return _CudaEvent()
+    def record(self, again: Event | None = None) -> Event:
+        if not isinstance(again, _CudaEvent):
+            return _CudaEvent()
+        again.record()
+        return again
 
 
 class DeferredStream:
@@ -56,7 +63,7 @@ class DeferredStream:
         self._queue.append(work)
         self._queued += 1
 
-    def record(self) -> Event:
+    def record(self, again: Event | None = None) -> Event:
         return _DeferredEvent(self, self._queued)
 
     def run_until(self, count: int) -> None:

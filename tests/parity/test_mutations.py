@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runner import block_hash, blocks, device_step, engine, scheduler, sequence, slots
+from runner import block_hash, blocks, device_step, engine, outbox, scheduler, sequence, slots
 from runner.kernels import penalties, prepare
 from runner.scheduler import Scheduler
 from tests.models import Family
@@ -173,9 +173,9 @@ MUTATIONS = (
     Mutation(
         "tokens_misaligned_with_chunks",
         "rows of a prompt's chunk sample nothing; lists of tokens and of outputs then differ (#21390)",
-        engine.Engine,
-        "_retire",
-        (("tokens[mine].tolist()", "tokens[: len(mine)].tolist()"),),
+        outbox.Outbox,
+        "add_tokens",
+        (("tokens[shares.order].tolist()", "tokens[:len(shares.order)].tolist()"),),
         trials.crowd_of_both_kinds,
     ),
     Mutation(

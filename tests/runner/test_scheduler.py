@@ -20,8 +20,9 @@ Row = int | bytes
 
 
 def make_request(
-    number: int, rows: list[Row], max_tokens: int = 4, *, n: int = 1, salt: str = "", priority: int = 0, **sampling: Any
-) -> Request:
+    number: int, rows: list[Row], max_tokens: int = 4, *, n: int = 1, salt: str = "", priority: int = 0,
+    private: bool = False, max_model_len: int = 32, **sampling: Any,
+) -> Request:  # fmt: skip
     ids = np.array([row if isinstance(row, int) else EMBEDDING_ID for row in rows], np.int32)
     embeddings = [(place, row) for place, row in enumerate(rows) if isinstance(row, bytes)]
     message = Generate(
@@ -39,9 +40,9 @@ def make_request(
         [memoryview(frame) for frame in frames],
         vocab_size=VOCAB_SIZE,
         row_size=1,
-        max_model_len=32,
+        max_model_len=max_model_len,
         block_size=4,
-        private_cache=False,
+        private_cache=private,
     )
 
 
@@ -220,6 +221,37 @@ def test_the_newest_makes_room_and_keeps_its_tokens() -> None:
     for number in (0, 1):
         assert engine.tokens[number, 0] == answer(prompt(16, number), 8)
     engine.assert_empty()
+
+
+def test_where_nothing_is_cached_the_preempted_find_their_own_rows_again() -> None:
+    engine = ToyEngine(num_blocks=12, max_num_batched_tokens=32)
+    engine.add(make_request(0, prompt(16, 0), 8, private=True))
+    engine.add(make_request(1, prompt(16, 1), 16, private=True))
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert engine.scheduler.prefix_hits == 0
+    engine.run()
+    assert engine.scheduler.prefix_hits > 0
+    for number, count in ((0, 8), (1, 16)):
+        assert engine.tokens[number, 0] == answer(prompt(16, number), count)
+    # Nobody else does, and nothing of theirs is kept once they have ended.
+    engine.add(make_request(2, prompt(16, 0), 1, private=True))
+    hits = engine.scheduler.prefix_hits
+    engine.run()
+    assert engine.scheduler.prefix_hits == hits
+    engine.assert_empty()
+
+
+def test_a_long_answer_is_cached_while_it_is_made() -> None:
+    engine = ToyEngine(num_blocks=60, max_model_len=64)
+    engine.add(make_request(0, prompt(5), 59, max_model_len=64))
+    while engine.scheduler.table.known[0] < 50:
+        engine.step()
+    engine.add(make_request(1, [*prompt(5), *answer(prompt(5), 40)], 1, max_model_len=64))
+    engine.step()
+    assert engine.scheduler.prefix_hits >= 32
+    engine.run()
+    assert engine.tokens[1, 0] == answer([*prompt(5), *answer(prompt(5), 40)], 1)
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
@@ -404,6 +436,22 @@ def test_abort_in_flight_frees_when_the_step_retires() -> None:
     engine.retire()
     assert engine.tokens == {} and engine.ends == {}
     engine.assert_empty()
+
+
+def test_a_row_whose_id_never_arrived_is_not_cached() -> None:
+    """The step that sampled it was dropped, the one that computed it had been launched already."""
+    engine = ToyEngine(overlap=True)
+    assert answer(prompt(3), 1) != [0]
+    engine.add(make_request(0, prompt(3), 8))
+    engine.schedule()
+    engine.schedule()
+    engine.abort(0)
+    engine.retire()
+    engine.retire()
+    engine.add(make_request(1, [*prompt(3), 0, 1], 1))
+    engine.run()
+    assert engine.scheduler.prefix_hits == 0
+    assert engine.tokens[1, 0] == answer([*prompt(3), 0, 1], 1)
 
 
 def test_abort_of_one_choice() -> None:

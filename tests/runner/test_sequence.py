@@ -284,7 +284,8 @@ def test_one_choice_scores_the_prompt_for_all() -> None:
 
 def test_private_caches_are_keyed_by_the_request() -> None:
     def link(**settings: Any) -> bytes:
-        return Sequence.of_request(make([1, 2, 3, 4], **settings))[0].hashes.links[0]
+        request = make([1, 2, 3, 4], **settings)
+        return Sequence.of_request(request)[0].hashes.extend(request.token_ids, request.row_digests)[0]
 
     assert link() == link(number=1)
     assert link(salt="a") != link()
