@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from server.arriving_file import ArrivingFile
+from server.arriving_json import ArrivingJson
 from server.attachments import attach
-from server.body import media_type_of, parse_large, parse_object, read_json
+from server.body import media_type_of, parse_body, parse_large, parse_object
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, close_files, read_fields
 from server.services import services_of
@@ -39,7 +41,7 @@ async def read_request(request: Request) -> dict[str, Any]:
         return body
     if media_type != "application/json":
         raise UnsupportedMediaType(f"The content type must be application/json or {MEDIA_TYPE}.")
-    return await read_json(request)
+    return await _read_json(request)
 
 
 async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
@@ -74,6 +76,27 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
 def _new_file(request: Request) -> ArrivingFile:
     model = services_of(request).model
     return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len)
+
+
+async def _read_json(request: Request) -> dict[str, Any]:
+    """`body.read_json`, with embeddings as `ArrivingString`s where they can be."""
+    body = ArrivingJson(lambda: _new_file(request))
+    try:
+        async for chunk in _chunks(request):
+            body.add(chunk)
+        if not body.has_files:
+            return await parse_body(body.view, request)
+        parse = partial(_parse_arrived, body, services_of(request).max_json_bytes)
+        return parse() if len(body) <= _IN_PLACE_BYTES else await asyncio.to_thread(parse)
+    except BaseException:
+        body.close()
+        raise
+
+
+def _parse_arrived(body: ArrivingJson, limit: int | None) -> dict[str, Any]:
+    value = parse_large(body.view, limit)
+    body.put_back(value)
+    return value
 
 
 async def _read_fields(request: Request) -> Fields:
