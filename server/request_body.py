@@ -48,7 +48,7 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
     """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
-        fields = await _read_fields(request)
+        fields = await _read_fields(request, is_upload=True)
         try:
             body = await _take_json(fields, request) if JSON_FIELD in fields else {}
             if len(fields) != 1:
@@ -63,7 +63,7 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
         return body, _files(fields).popitem()[1]
     if media_type != _RAW_TYPE:
         raise UnsupportedMediaType(f"The content type must be {_RAW_TYPE} or {MEDIA_TYPE}.")
-    file = _new_file(request)
+    file = _new_file(request, is_upload=True)
     try:
         async for chunk in _chunks(request):
             file.add(chunk)
@@ -73,9 +73,9 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
     return {}, file
 
 
-def _new_file(request: Request) -> ArrivingFile:
+def _new_file(request: Request, *, is_upload: bool = False) -> ArrivingFile:
     model = services_of(request).model
-    return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len)
+    return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len, whole_digest=is_upload)
 
 
 async def _read_json(request: Request) -> dict[str, Any]:
@@ -99,12 +99,12 @@ def _parse_arrived(body: ArrivingJson, limit: int | None) -> dict[str, Any]:
     return value
 
 
-async def _read_fields(request: Request) -> Fields:
+async def _read_fields(request: Request, *, is_upload: bool = False) -> Fields:
     """`JSON_FIELD` as bytes, all others as files."""
     return await read_fields(
         _chunks(request),
         request.headers["content-type"],
-        lambda name: None if name == JSON_FIELD else _new_file(request),
+        lambda name: None if name == JSON_FIELD else _new_file(request, is_upload=is_upload),
     )
 
 
