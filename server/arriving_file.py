@@ -22,6 +22,10 @@ from server.rows import Rows
 _SMALL_RUN = 4096
 """A parser that finds something like a boundary everywhere gives a body out by a few bytes: these are put together."""
 
+_AHEAD_PIECES = 16
+"""8 MiB that have come and that no thread has begun: then the rest of the body waits, in the client. What is further
+ahead would take memory that has to be asked for, and be out of the cache when its turn comes."""
+
 _Waiting = dict[int, tuple[RowPieces, list[Run]]]
 """The pieces that have come and that no thread has begun, by their number."""
 
@@ -48,6 +52,11 @@ class ArrivingFile:
         if not self._looked and len(self._gathered) > SMALL_BYTES:  # more than any header has
             self._looked = True
             self._begin()
+
+    async def keep_up(self) -> None:
+        """Between two chunks: waits for the threads where they are far behind."""
+        if self._values is not None:
+            await self._values.keep_up()
 
     def _begin(self) -> None:
         head = self._gathered.view
@@ -126,6 +135,10 @@ class _ArrivingValues:
         self._waiting[self._next] = self._pieces, runs
         self._made.append(threads.submit(_make_waiting, self._waiting, self._next))
         self._next += 1
+
+    async def keep_up(self) -> None:
+        if len(self._waiting) > _AHEAD_PIECES:
+            await asyncio.wrap_future(self._made[-_AHEAD_PIECES // 2])
 
     async def rows(self) -> Rows:
         if self._come != self._size:

@@ -105,6 +105,10 @@ class ArrivingJson:
         if self._is_looking:
             self._look(chunk, start)
 
+    async def keep_up(self) -> None:
+        if self._string is not None:
+            await self._string.file.keep_up()
+
     def _look(self, chunk: bytes, start: int) -> None:
         mark = chunk.rfind(_MARK, start)
         if mark >= 0:

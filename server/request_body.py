@@ -67,6 +67,7 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
     try:
         async for chunk in _chunks(request):
             file.add(chunk)
+            await file.keep_up()
     except BaseException:
         file.close()
         raise
@@ -84,6 +85,7 @@ async def _read_json(request: Request) -> dict[str, Any]:
     try:
         async for chunk in _chunks(request):
             body.add(chunk)
+            await body.keep_up()
         if not body.has_files:
             return await parse_body(body.view, request)
         parse = partial(_parse_arrived, body, services_of(request).max_json_bytes)
