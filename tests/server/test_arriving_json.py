@@ -192,6 +192,16 @@ def test_what_is_not_base64_is_refused_at_once(wrong: str, at: int) -> None:
         assert caught.value.param == "prompt[1].data"
 
 
+@pytest.mark.parametrize("more", ["AAAA", "A", "=", TEXT])
+@pytest.mark.parametrize("cut_at", range(-5, 5))
+def test_nothing_comes_behind_padding(more: str, cut_at: int) -> None:
+    head, text = b'{"prompt_embeds": "', base64.b64encode(FILE[:300_001])
+    body = head + text + more.encode() + b'"}'
+    end = len(head) + len(text) + cut_at
+    with pytest.raises(InvalidRequest, match=r"^prompt_embeds: .* not valid base64"):
+        arrive([body[:200_000], body[200_000:end], body[end:]])
+
+
 @pytest.mark.parametrize("length", range(1, 4))
 def test_a_group_that_is_cut_is_refused(length: int) -> None:
     text = TEXT[: 400_000 + length]
