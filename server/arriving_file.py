@@ -22,6 +22,10 @@ from server.rows import Rows
 _SMALL_RUN = 4096
 """A parser that finds something like a boundary everywhere gives a body out by a few bytes: these are put together."""
 
+_AHEAD_PIECES = 16
+"""8 MiB that have come and that no thread has begun: then the rest of the body waits, in the client. What is further
+ahead would take memory that has to be asked for, and be out of the cache when its turn comes."""
+
 _Waiting = dict[int, tuple[RowPieces, list[Run]]]
 """The pieces that have come and that no thread has begun, by their number."""
 
@@ -29,9 +33,11 @@ _Waiting = dict[int, tuple[RowPieces, list[Run]]]
 class ArrivingFile:
     """`add` what comes, then `rows`; and `close`, whatever happens. On the event loop."""
 
-    def __init__(self, hidden_size: int, dtype: str, max_rows: int) -> None:
-        """`hidden_size`, `dtype`: the model's. `max_rows`: of the largest embedding that can be meant."""
+    def __init__(self, hidden_size: int, dtype: str, max_rows: int, *, whole_digest: bool = False) -> None:
+        """`hidden_size`, `dtype`: the model's. `max_rows`: of the largest embedding that can be meant. `whole_digest`:
+        `rows` will be asked for their `sha256`."""
         self._limits, self._dtype = RowLimits(hidden_size, max_rows), dtype
+        self._whole_digest = whole_digest
         self._gathered = Gathered()
         """All that came, until the values are made into rows as they come."""
         self._values: _ArrivingValues | None = None
@@ -47,6 +53,11 @@ class ArrivingFile:
             self._looked = True
             self._begin()
 
+    async def keep_up(self) -> None:
+        """Between two chunks: waits for the threads where they are far behind."""
+        if self._values is not None:
+            await self._values.keep_up()
+
     def _begin(self) -> None:
         head = self._gathered.view
         try:
@@ -54,7 +65,7 @@ class ArrivingFile:
         except EmbeddingError:  # to be told at the end, when it is known which part of the prompt it is
             return
         if layout is not None and layout.num_rows * self._limits.hidden_size * ITEM_BYTES[self._dtype] > SMALL_BYTES:
-            self._values = _ArrivingValues(layout, self._limits.hidden_size, self._dtype)
+            self._values = _ArrivingValues(layout, self._limits.hidden_size, self._dtype, self._whole_digest)
             self._values.add(head[layout.start :])
             self._gathered = Gathered()
 
@@ -83,11 +94,11 @@ class ArrivingFile:
 
 
 class _ArrivingValues:
-    def __init__(self, layout: FileLayout, hidden_size: int, dtype: str) -> None:
+    def __init__(self, layout: FileLayout, hidden_size: int, dtype: str, whole_digest: bool) -> None:
         self._waiting: _Waiting = {}
         self._layout = layout
         self.shape = (layout.num_rows, hidden_size)
-        self._pieces = RowPieces(layout.num_rows, hidden_size, layout.dtype, dtype)
+        self._pieces = RowPieces(layout.num_rows, hidden_size, layout.dtype, dtype, whole_digest=whole_digest)
         self._size = layout.num_rows * self._pieces.source_bytes
         self._come = 0
         self._next = 0
@@ -124,6 +135,10 @@ class _ArrivingValues:
         self._waiting[self._next] = self._pieces, runs
         self._made.append(threads.submit(_make_waiting, self._waiting, self._next))
         self._next += 1
+
+    async def keep_up(self) -> None:
+        if len(self._waiting) > _AHEAD_PIECES:
+            await asyncio.wrap_future(self._made[-_AHEAD_PIECES // 2])
 
     async def rows(self) -> Rows:
         if self._come != self._size:

@@ -21,7 +21,7 @@ def attach(body: Mapping[str, Any], fields: Mapping[str, ArrivingFile]) -> None:
     """Changes the parts in `body` in place. Raises InvalidRequest where a part names no field or one that another part
     has named, or a field is named by no part."""
     unused = dict(fields)
-    for part, where in _embedding_parts(body):
+    for part, where in embedding_parts(body):
         name = part.get("part")
         if name is None:
             continue
@@ -42,7 +42,7 @@ def attach(body: Mapping[str, Any], fields: Mapping[str, ArrivingFile]) -> None:
         raise InvalidRequest(f"No part of the prompt names the field {name!r}.", param="request")
 
 
-def _embedding_parts(body: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def embedding_parts(body: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Every part of type prompt_embeds, and where it is."""
     for field in ("prompt", "input"):
         prompt = body.get(field)

@@ -2,7 +2,8 @@
 
 JSON here is strict JSON in UTF-8: NaN, Infinity, numbers beyond a double, lone surrogates and overlong integers are
 refused, because everything behind this point (templates, the engine, the JSON of an error) would have to cope with
-them otherwise. Duplicate keys are legal JSON; the last one wins.
+them otherwise. Duplicate keys are legal JSON; the last one wins (but not over an embedding that has been decoded while
+it came: see `arriving_json`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ async def read_json(request: Request) -> dict[str, Any]:
     except ClientDisconnect:
         # Nobody reads this answer; the status is what the access log shows.
         raise APIError(499, "The client closed the connection before the body was complete.") from None
+    return await parse_body(body.view, request)
+
+
+async def parse_body(body: memoryview, request: Request) -> dict[str, Any]:
+    """What has been read, in a thread if it is large. Raises BodyTooLarge, InvalidRequest."""
     if len(body) <= _IN_PLACE_BYTES:
-        return parse_object(body.view)
-    return await asyncio.to_thread(parse_large, body.view, services_of(request).max_json_bytes)
+        return parse_object(body)
+    return await asyncio.to_thread(parse_large, body, services_of(request).max_json_bytes)
 
 
 def parse_large(body: memoryview, limit: int | None = None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from server.rows import Rows
 from server.safetensors_file import is_safetensors, read_safetensors, safetensors_layout
 from server.torch_file import read_torch
 
-__all__ = ["EmbeddingError", "Rows", "decode_base64_embedding", "decode_embedding"]
+__all__ = ["NOT_BASE64", "EmbeddingError", "Rows", "decode_base64_embedding", "decode_embedding"]
 
 _ACCEPTED = (
     "a prompt embedding is one tensor [rows, hidden size] of float32, float16 or bfloat16"
@@ -45,7 +45,7 @@ memory that the process has already."""
 _TURN_BLOCKS = 4
 _IN_PIECES = 512 * 1024
 """Characters. Longer texts are decoded in pieces, by several threads; more than any header takes."""
-_NOT_BASE64 = (
+NOT_BASE64 = (
     "the prompt embedding is not valid base64: use the standard alphabet with padding,"
     " without line breaks and without a data: prefix"
 )
@@ -103,7 +103,7 @@ def decode_base64_embedding(text: str | bytes | memoryview, *, hidden_size: int,
         if rows is None:
             payload = _decode_base64(text)
     except ValueError as error:  # binascii.Error is one
-        raise error if isinstance(error, EmbeddingError) else EmbeddingError(_NOT_BASE64) from None
+        raise error if isinstance(error, EmbeddingError) else EmbeddingError(NOT_BASE64) from None
     note_decoding(time.perf_counter() - started)
     return rows or decode_embedding(payload, hidden_size=hidden_size, dtype=dtype, max_rows=max_rows)
 

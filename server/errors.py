@@ -197,6 +197,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(APIError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(MemoryError, _no_memory)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -230,6 +231,12 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     """400 instead of the framework's 422, naming fields and reasons but never the values that came."""
     assert isinstance(error, RequestValidationError)  # noqa: S101
     return validation_error(error.errors()).response()
+
+
+async def _no_memory(_: Request, error: Exception) -> Response:
+    """What a request has made is gone with it: the next one, or the same again, may find room."""
+    logger.warning("There was no memory for a request.")
+    return Unavailable("The server has no memory for this request.", retry_after=1).response()
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:

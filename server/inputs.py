@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runner.messages import EMBEDDING_ID
+from server.arriving_json import ArrivingString
 from server.embeddings import EmbeddingError, Rows, decode_base64_embedding
 from server.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from server.file_tensor import TooManyRows
@@ -351,7 +352,7 @@ async def _decode(data: str | Attachment, services: Services, max_rows: int, whe
     """Raises InvalidRequest, or ContextLengthExceeded for more than `max_rows`."""
     model = services.model
     try:
-        if isinstance(data, Attachment):
+        if isinstance(data, Attachment | ArrivingString):
             return await data.file.rows(max_rows)
         return await asyncio.to_thread(
             decode_base64_embedding,

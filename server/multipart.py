@@ -52,6 +52,7 @@ async def read_fields(
     try:
         async for chunk in chunks:
             reader.feed(chunk)
+            await reader.keep_up()
         return reader.finish()
     finally:
         reader.close()
@@ -98,6 +99,10 @@ class _Reader:
             self._parser.write(chunk)
         except FormParserError:
             raise _malformed("see RFC 7578") from None
+
+    async def keep_up(self) -> None:
+        if isinstance(self._field, ArrivingFile):
+            await self._field.keep_up()
 
     def finish(self) -> Fields:
         if not self._complete:

@@ -45,8 +45,12 @@ class Pages(mmap.mmap):
     """[size] bytes of anonymous memory, zeros. Takes none before it is written to."""
 
     def __new__(cls, size: int) -> Self:
+        """Raises MemoryError."""
         _freeing.start()
-        return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            raise MemoryError from None
 
     def __del__(self) -> None:
         # Nothing refers to it any more, and what is `closed` has been here already.
@@ -163,7 +167,7 @@ class Gathered:
         return self._size
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Not any more once there is a view of it."""
+        """Not any more once there is a view of it. Raises MemoryError."""
         end = self._size + len(chunk)
         if self._pages is None and end <= SMALL_BYTES:
             self._small += chunk
@@ -193,6 +197,8 @@ class Gathered:
 def _grown(pages: Pages, size: int) -> Pages:
     try:
         pages.resize(size)  # moves pages, not bytes
+    except OSError:
+        raise MemoryError from None
     except SystemError:  # no mremap here: not Linux
         larger = Pages(size)
         larger[: len(pages)] = memoryview(pages)

@@ -88,7 +88,8 @@ async def _keep(body: Mapping[str, Any], file: ArrivingFile, services: Services)
         rows = await file.rows(services.model.max_model_len)
     except EmbeddingError as error:
         raise InvalidRequest(f"The upload is refused: {error}.", param="file") from None
-    entry = await _store(services).put(rows, await asyncio.to_thread(_hex_digest, rows.data))
+    digest = rows.sha256 or await asyncio.to_thread(_hex_digest, rows.data)
+    entry = await _store(services).put(rows, digest)
     del file, rows
     release_body()
     return _json(_body(entry, services.model))

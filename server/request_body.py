@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from server.arriving_file import ArrivingFile
+from server.arriving_json import ArrivingJson
 from server.attachments import attach
-from server.body import media_type_of, parse_large, parse_object, read_json
+from server.body import media_type_of, parse_body, parse_large, parse_object
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, close_files, read_fields
 from server.services import services_of
@@ -39,14 +41,14 @@ async def read_request(request: Request) -> dict[str, Any]:
         return body
     if media_type != "application/json":
         raise UnsupportedMediaType(f"The content type must be application/json or {MEDIA_TYPE}.")
-    return await read_json(request)
+    return await _read_json(request)
 
 
 async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
     """An upload's JSON, empty if it has none, and its one tensor file. Raises APIError."""
     media_type = media_type_of(request)
     if media_type == MEDIA_TYPE:
-        fields = await _read_fields(request)
+        fields = await _read_fields(request, is_upload=True)
         try:
             body = await _take_json(fields, request) if JSON_FIELD in fields else {}
             if len(fields) != 1:
@@ -61,27 +63,50 @@ async def read_upload(request: Request) -> tuple[dict[str, Any], ArrivingFile]:
         return body, _files(fields).popitem()[1]
     if media_type != _RAW_TYPE:
         raise UnsupportedMediaType(f"The content type must be {_RAW_TYPE} or {MEDIA_TYPE}.")
-    file = _new_file(request)
+    file = _new_file(request, is_upload=True)
     try:
         async for chunk in _chunks(request):
             file.add(chunk)
+            await file.keep_up()
     except BaseException:
         file.close()
         raise
     return {}, file
 
 
-def _new_file(request: Request) -> ArrivingFile:
+def _new_file(request: Request, *, is_upload: bool = False) -> ArrivingFile:
     model = services_of(request).model
-    return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len)
+    return ArrivingFile(model.hidden_size, model.dtype, model.max_model_len, whole_digest=is_upload)
 
 
-async def _read_fields(request: Request) -> Fields:
+async def _read_json(request: Request) -> dict[str, Any]:
+    """`body.read_json`, with embeddings as `ArrivingString`s where they can be."""
+    body = ArrivingJson(lambda: _new_file(request))
+    try:
+        async for chunk in _chunks(request):
+            body.add(chunk)
+            await body.keep_up()
+        if not body.has_files:
+            return await parse_body(body.view, request)
+        parse = partial(_parse_arrived, body, services_of(request).max_json_bytes)
+        return parse() if len(body) <= _IN_PLACE_BYTES else await asyncio.to_thread(parse)
+    except BaseException:
+        body.close()
+        raise
+
+
+def _parse_arrived(body: ArrivingJson, limit: int | None) -> dict[str, Any]:
+    value = parse_large(body.view, limit)
+    body.put_back(value)
+    return value
+
+
+async def _read_fields(request: Request, *, is_upload: bool = False) -> Fields:
     """`JSON_FIELD` as bytes, all others as files."""
     return await read_fields(
         _chunks(request),
         request.headers["content-type"],
-        lambda name: None if name == JSON_FIELD else _new_file(request),
+        lambda name: None if name == JSON_FIELD else _new_file(request, is_upload=is_upload),
     )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
+from weakref import WeakSet
 
 from runner.messages import SHARED_PROBE, SharedRows
 from server.pages import SMALL_BYTES, SharedView, allocate, close_later
@@ -19,6 +21,14 @@ from server.pages import SMALL_BYTES, SharedView, allocate, close_later
 Run = memoryview | bytearray
 _MAX_RUNS = 1024
 """Of one call: Linux's own limit."""
+
+
+_AS_ONE = 16
+"""So many files may be as small as they like; twice as many have to be twice as large, and so on: what a file spares is
+the sending of its bytes, what it takes is a descriptor, and another one to be read here. A request of hundreds of small
+embeddings is sent."""
+_PART_OF_DESCRIPTORS = 16
+"""Of those that the process may have, files of rows take no more."""
 
 
 class RowMemory(Protocol):
@@ -36,13 +46,21 @@ class RowMemory(Protocol):
 
 
 def row_memory(size: int) -> RowMemory:
-    """Raises OSError where the system has none of either kind."""
-    if size > SMALL_BYTES and hasattr(os, "memfd_create"):
+    """Raises OSError or MemoryError where the system has none of either kind."""
+    if size > _least_shared() and hasattr(os, "memfd_create"):
         try:
             return SharedMemory(size)
         except OSError:  # no descriptor is left, or the system has no such files
             pass
     return PrivateMemory(size)
+
+
+def _least_shared() -> float:
+    """Bytes; what is larger is a file."""
+    count, limit = len(_files), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and count >= limit // _PART_OF_DESCRIPTORS:
+        return float("inf")
+    return SMALL_BYTES * max(1.0, count / _AS_ONE)
 
 
 def probe_memory() -> SharedMemory | None:
@@ -84,6 +102,7 @@ class SharedMemory:
         os.ftruncate(self._descriptor, size)
         # Whoever maps it must find all of it there.
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        _files.add(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -117,3 +136,7 @@ class SharedMemory:
     def told(self) -> SharedRows:
         """For the runner, while this object is there."""
         return SharedRows(os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino)
+
+
+_files: WeakSet[SharedMemory] = WeakSet()
+"""All of this process's."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import numpy as np
 
@@ -33,8 +34,10 @@ threads = ThreadPoolExecutor(min(_THREADS, max(1, (os.cpu_count() or 1) - 1)), t
 class RowPieces:
     """`make` every piece, then take `rows`. `source`: the file's dtype, `target`: the model's."""
 
-    def __init__(self, num_rows: int, hidden_size: int, source: str, target: str) -> None:
-        """Raises Unavailable where there is no memory."""
+    def __init__(
+        self, num_rows: int, hidden_size: int, source: str, target: str, *, whole_digest: bool = False
+    ) -> None:
+        """`whole_digest`: of all rows' bytes, too. Raises Unavailable where there is no memory."""
         self.source_bytes = hidden_size * ITEM_BYTES[source]
         """Of a row in the file."""
         self._row_bytes = hidden_size * ITEM_BYTES[target]
@@ -51,6 +54,7 @@ class RowPieces:
         self._refusals: dict[int, str] = {}
         """What is wrong with which piece. (An exception would lead to its frames, and these to the memory.)"""
         self._has_no_memory = False
+        self._whole = WholeDigest(self._read) if whole_digest else None
         self._seconds = [0.0] * self.count
 
     def span(self, index: int) -> tuple[int, int]:
@@ -67,10 +71,9 @@ class RowPieces:
         started = time.perf_counter()
         first_row = index * self.rows_per_piece
         try:
-            if self._source == self._target:
-                self._take(first_row, values)
-            else:
-                self._cast(first_row, values)
+            rows = self._take(first_row, values) if self._source == self._target else self._cast(first_row, values)
+            if self._whole is not None:
+                self._whole.add(index, rows)
         except EmbeddingError as error:
             self._refusals[index] = str(error)
         except (OSError, MemoryError):
@@ -79,7 +82,7 @@ class RowPieces:
             discard(memoryview(each))
         self._seconds[index] = time.perf_counter() - started
 
-    def _take(self, first_row: int, values: Sequence[Run]) -> None:
+    def _take(self, first_row: int, values: Sequence[Run]) -> memoryview:
         """Rows that are in the model's dtype already."""
         offset = first_row * self._row_bytes
         self._memory.write(offset, values)
@@ -90,16 +93,26 @@ class RowPieces:
             self._memory.read(offset, rows)
         cast_rows(rows, self._hidden_size, self._source, self._target, first_row=first_row)
         self._hash(first_row, rows)
+        return rows
 
-    def _cast(self, first_row: int, values: Sequence[Run]) -> None:
+    def _cast(self, first_row: int, values: Sequence[Run]) -> memoryview:
         data = memoryview(values[0]) if len(values) == 1 else _joined(values)
         out = _buffer("cast", len(data) // self.source_bytes * self._row_bytes)
         rows = cast_rows(data, self._hidden_size, self._source, self._target, first_row=first_row, out=out)
         self._hash(first_row, rows)
         self._memory.write(first_row * self._row_bytes, [rows])
+        return rows
 
     def _hash(self, first_row: int, rows: memoryview) -> None:
         self._digests[first_row // self.rows_per_piece] = row_digests(rows, self._row_bytes, first_row)
+
+    def _read(self, index: int) -> memoryview:
+        """A piece that has been made, for the thread that asks for it."""
+        first = index * self.rows_per_piece
+        size = min(self.rows_per_piece, self._num_rows - first) * self._row_bytes
+        rows = _buffer("read", size)
+        self._memory.read(first * self._row_bytes, rows)
+        return rows
 
     @property
     def seconds(self) -> float:
@@ -119,7 +132,41 @@ class RowPieces:
             view = memory.view
         except (OSError, MemoryError):  # a mapping takes a descriptor of its own
             raise _no_memory() from None
-        return Rows(view, self._num_rows, self._hidden_size, self._target, digests, shared=shared)
+        whole = "" if self._whole is None else self._whole.hexdigest()
+        return Rows(view, self._num_rows, self._hidden_size, self._target, digests, shared=shared, sha256=whole)
+
+
+class WholeDigest:
+    """sha256 of all pieces, which are made in any order. Each is hashed once those before it are, best by the thread
+    that has just made it, in whose cache it is. Of the threads one hashes at a time, and no other waits for it."""
+
+    def __init__(self, read: Callable[[int], memoryview]) -> None:
+        self._read = read
+        self._hash = sha256()
+        self._next = 0
+        self._made: set[int] = set()
+        self._is_hashing = False
+        self._lock = threading.Lock()
+
+    def add(self, index: int, rows: memoryview) -> None:
+        """`rows`: of the piece, which can be read now. Raises what reading does."""
+        with self._lock:
+            self._made.add(index)
+            if self._is_hashing:  # and looks for more behind each
+                return
+            self._is_hashing = True
+        while self._has_next():
+            self._hash.update(rows if self._next == index else self._read(self._next))
+            self._next += 1
+
+    def _has_next(self) -> bool:
+        with self._lock:
+            self._is_hashing = self._next in self._made
+            return self._is_hashing
+
+    def hexdigest(self) -> str:
+        """Once all are made."""
+        return self._hash.hexdigest()
 
 
 def _no_memory() -> Unavailable:

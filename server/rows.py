@@ -26,5 +26,7 @@ class Rows:
     """[num_rows, 16]: one digest per row of `data`."""
     hint_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     """[num_rows], where the client says which tokens the rows stand for: -1 where it does not."""
+    sha256: str = field(default="", repr=False, compare=False)
+    """Of `data`, in hexadecimal, where it was asked for and made with the rows."""
     shared: SharedMemory | None = field(default=None, repr=False, compare=False)
     """What `data` is a view of, where the runner can read it."""

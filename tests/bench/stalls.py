@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.bench.bodies import FORM, RAW, UPLOAD, completion, multipart, part, tensor_file
 from tests.bench.frontend import cpu_seconds
 from tests.bench.late_loop import CAPACITY
-from tests.bench.wire import FORM, RAW, UPLOAD, completion, multipart, part, tensor_file
 from tests.models import build_tokenizer
 from tests.server.harness import ServerProcess
 from tests.server.scripted_runner import Script

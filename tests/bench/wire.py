@@ -4,46 +4,60 @@
 
 Time to first token of a streamed completion whose prompt is nothing but rows, sent as base64 in JSON, as a multipart
 body, and as the id of a stored embedding, beside as many token ids; in turn, medians of the rounds. Cold: nothing of
-the prompt is cached. Warm: all of it is, so that what is left is the way there. Bodies are made beforehand. Also CPU
-milliseconds (user and system) of the API process for each request, and, as "dropped", for a body of the size of the
-multipart one that is refused at its first bytes: what receiving alone costs.
+the prompt is cached. Warm: all of it is, so that what is left is the way there. Bodies are made beforehand.
+
+Beside them the same bodies received by a plain uvicorn in a process of its own (`plain_uvicorn`), and by this server,
+which refuses them at their head and drops the rest. The first one's wall time is the transfer in what a prompt of
+embeddings is allowed to take: 1.05 times what token ids take, and the transfer.
+CPU milliseconds (user and system) are those of the API process, or of the plain uvicorn, for a warm request.
 
 Without --model: one layer with a single head, but rows of 1,024 values, so that a CPU can take 24,576 of them.
-Prints one JSON line for each number of rows, then a table for docs/performance.md.
+Prints one JSON line for each number of rows, then tables for docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import itertools
 import json
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from tests.bench.bodies import (
+    COMPLETIONS,
+    FORM,
+    JSON,
+    RAW,
+    SALT,
+    UPLOAD,
+    completion,
+    dropped,
+    exchange,
+    multipart,
+    part,
+    post,
+    tensor_file,
+)
 from tests.bench.frontend import cpu_seconds
+from tests.bench.plain_uvicorn import PlainUvicorn
 from tests.integration.real_server import RealServer
 from tests.models import build_tokenizer
 
-UPLOAD = "/v1/prompt_embeds"
-BOUNDARY = "5f3c1a9be0d24768b1c2d3e4f5061728"
-"""As long as clients' own."""
-FORM = f"multipart/form-data; boundary={BOUNDARY}"
-RAW = "application/octet-stream"
-HEADS = {"ids": "application/json", "base64": "application/json", "multipart": FORM, "stored": "application/json"}
-SALT = "x" * 12
-"""Stands for the salt in bodies that are made beforehand."""
+FORMS = {"ids": JSON, "base64": JSON, "multipart": FORM, "stored": JSON}
+WIRE = ("base64", "multipart")
+"""What a body's size is of."""
+ALLOWED = 1.05
 _salts = itertools.count()
 
 
@@ -52,8 +66,15 @@ class Figures:
     """Medians, milliseconds."""
 
     cold: float
+    """0 of bodies that are no prompts."""
     warm: float
     cpu: float
+
+    def told(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value}
+
+
+Results = dict[int, dict[str, Figures]]
 
 
 def main() -> None:
@@ -64,16 +85,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--load-format", default="auto")
     arguments = parser.parse_args()
-    results: dict[int, dict[str, Figures]] = {}
-    with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder)) as (server, hidden):
+    results: Results = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PlainUvicorn() as plain,
+        serving(arguments, Path(folder)) as (server, hidden),
+    ):
         for rows in arguments.rows:
-            results[rows] = measure(server, rows, hidden, arguments.rounds)
-            figures = {form: vars(each) for form, each in results[rows].items()}
+            results[rows] = measure(server, plain, rows, hidden, arguments.rounds)
+            figures = {form: each.told() for form, each in results[rows].items()}
             print(
                 json.dumps({"rows": rows, "hidden": hidden, "mib": round(rows * hidden * 2 / 2**20), **figures}),
                 flush=True,
             )
-    print(table(results))
+    print(*(table(results) for table in (ttft_table, allowance_table, cpu_table)), sep="\n\n")
 
 
 @contextmanager
@@ -103,32 +128,37 @@ def synthetic(path: Path, max_positions: int) -> Path:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def measure(server: RealServer, rows: int, hidden: int, rounds: int) -> dict[str, Figures]:
+def measure(server: RealServer, plain: PlainUvicorn, rows: int, hidden: int, rounds: int) -> dict[str, Figures]:
+    """Of each form, and of `plain` and `dropped` bodies of the sizes of `WIRE`, which have no cold."""
     bodies = Bodies(server.port, rows, hidden)
-    cold: dict[str, list[float]] = {form: [] for form in HEADS}
-    warm: dict[str, list[float]] = {form: [] for form in HEADS}
-    cpu: dict[str, list[float]] = {form: [] for form in (*HEADS, "dropped")}
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for attempt in range(rounds + 1):
-        for form in HEADS:
+        taken: dict[str, tuple[float, float, float]] = {}
+        for form in FORMS:
             salt = f"{next(_salts):012d}"
-            first = ttft(server.port, bodies.of(form, salt), HEADS[form])
-            before = cpu_seconds(server.process.pid)
-            again = ttft(server.port, bodies.of(form, salt), HEADS[form])
-            spent = cpu_seconds(server.process.pid) - before
-            if attempt:  # the first round is the warm-up
-                cold[form].append(first)
-                warm[form].append(again)
-                cpu[form].append(spent)
-        before = cpu_seconds(server.process.pid)
-        post(server.port, UPLOAD, bytes(bodies.size), RAW)
-        if attempt:
-            cpu["dropped"].append(cpu_seconds(server.process.pid) - before)
-    found = {form: Figures(middle(cold[form]), middle(warm[form]), middle(cpu[form])) for form in HEADS}
-    return found | {"dropped": Figures(0.0, 0.0, middle(cpu["dropped"]))}
+            cold = ttft(server.port, bodies.of(form, salt), FORMS[form])
+            again = bodies.of(form, salt)
+            warm, cpu = counted(server, partial(ttft, server.port, again, FORMS[form]))
+            taken[form] = cold, warm, cpu
+        for form in WIRE:
+            body = bodies.of(form, SALT)
+            taken[f"{form} plain"] = (0.0, *plain.receive(body))
+            taken[f"{form} dropped"] = (0.0, *counted(server, partial(dropped, server.port, body)))
+        if attempt:  # the first round is the warm-up
+            for name, each in taken.items():
+                found[name].append(each)
+    return {name: Figures(*map(middle, zip(*each, strict=True))) for name, each in found.items()}
 
 
 def middle(seconds: Sequence[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 1)
+
+
+def counted(server: RealServer, request: Callable[[], float]) -> tuple[float, float]:
+    """What it takes, and CPU seconds of the API process."""
+    before = cpu_seconds(server.process.pid)
+    seconds = request()
+    return seconds, cpu_seconds(server.process.pid) - before
 
 
 class Bodies:
@@ -138,7 +168,6 @@ class Bodies:
         file = tensor_file(rows, hidden)
         draw = random.Random(rows)
         stored = json.loads(post(port, UPLOAD, file, RAW))["id"]
-        self.size = len(file)
         self._bodies = {
             "ids": completion([draw.randrange(4, 300) for _ in range(rows)]),
             "base64": completion([part(data=base64.b64encode(file).decode())]),
@@ -150,66 +179,57 @@ class Bodies:
         return self._bodies[form].replace(SALT.encode(), salt.encode(), 1)
 
 
-def completion(prompt: Any) -> bytes:
-    # The salt comes first: it is looked for in up to a hundred megabytes.
-    body = {"cache_salt": SALT, "max_tokens": 1, "stream": True, "temperature": 0, "prompt": prompt}
-    return json.dumps(body).encode()
-
-
-def part(**source: str) -> dict[str, str]:
-    return {"type": "prompt_embeds", **source}
-
-
-def tensor_file(rows: int, hidden: int) -> bytes:
-    """bfloat16 rows as safetensors, written by hand: numpy has no such type."""
-    values = np.random.default_rng(rows).standard_normal((rows, hidden), np.float32) * np.float32(0.02)
-    bits = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
-    header = json.dumps({"rows": {"dtype": "BF16", "shape": [rows, hidden], "data_offsets": [0, len(bits)]}}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + bits
-
-
-def multipart(fields: dict[str, bytes]) -> bytes:
-    head = '--{}\r\nContent-Disposition: form-data; name="{}"\r\n\r\n'
-    parts = [head.format(BOUNDARY, name).encode() + value + b"\r\n" for name, value in fields.items()]
-    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
-
-
-def post(port: int, path: str, body: bytes, content_type: str) -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", path, body, {"Content-Type": content_type})
-    try:
-        return connection.getresponse().read()
-    finally:
-        connection.close()
-
-
 def ttft(port: int, body: bytes, content_type: str) -> float:
-    """Seconds until the first event, on a connection that is there already."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.connect()
-    try:
-        began = time.perf_counter()
-        connection.request("POST", "/v1/completions", body, {"Content-Type": content_type})
-        response = connection.getresponse()
-        line = response.readline()
-        seconds = time.perf_counter() - began
-        assert line.startswith(b"data: {") and b'"error"' not in line, line[:300]
-        response.read()
-        return seconds
-    finally:
-        connection.close()
+    """Seconds until the first event."""
+    seconds, answer = exchange(port, COMPLETIONS, body, content_type)
+    line = answer.partition(b"\n")[0]
+    assert line.startswith(b"data: {") and b'"error"' not in line, line[:300]
+    return seconds
 
 
-def table(results: dict[int, dict[str, Figures]]) -> str:
-    head = ["| rows | | ids | base64 | multipart | stored id | body dropped |", "|---|---|---|---|---|---|---|"]
-    lines = []
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def ttft_table(results: Results) -> str:
+    lines = ["| rows | TTFT, ms | ids | base64 | multipart | stored id |", "|---|---|---|---|---|---|"]
     for rows, found in results.items():
-        for name, label in (("cold", "TTFT cold"), ("warm", "TTFT warm"), ("cpu", "CPU of the API process")):
-            cells = [f"{getattr(found[form], name):.1f}" for form in HEADS]
-            dropped = f"{found['dropped'].cpu:.1f}" if name == "cpu" else ""
-            lines.append(f"| {rows:,} | {label} | {' | '.join(cells)} | {dropped} |")
-    return "\n".join(head + lines)
+        for name in ("cold", "warm"):
+            cells = [f"{getattr(found[form], name):.1f}" for form in FORMS]
+            lines.append(f"| {rows:,} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def allowance_table(results: Results) -> str:
+    """What each form is allowed to take: 1.05 times what ids take, and the transfer."""
+    lines = [
+        "| rows | | ids, cold | transfer | allowed | taken | over by | transfer, dropped | over by |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rows, found in results.items():
+        for form in (*WIRE, "stored"):
+            ids, taken = found["ids"].cold, found[form].cold
+            cells = [f"{ids:.1f}"]
+            for baseline in ("plain", "dropped"):
+                transfer = found[f"{form} {baseline}"].warm if form in WIRE else 0.0
+                allowed = ALLOWED * ids + transfer
+                over = f"{taken - allowed:+.1f}"
+                cells += [f"{transfer:.1f}", *([f"{allowed:.1f}", f"{taken:.1f}"] if baseline == "plain" else []), over]
+            lines.append(f"| {rows:,} | {form} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cpu_table(results: Results) -> str:
+    lines = [
+        "| rows | CPU, ms | the request | plain uvicorn | beyond it | body dropped | beyond it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rows, found in results.items():
+        for form in WIRE:
+            cpu = found[form].cpu
+            baselines = [found[f"{form} {baseline}"].cpu for baseline in ("plain", "dropped")]
+            cells = [f"{cpu:.1f}", *(f"{each:.1f} | {cpu - each:.1f}" for each in baselines)]
+            lines.append(f"| {rows:,} | {form} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

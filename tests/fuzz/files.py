@@ -55,6 +55,7 @@ GOOD: list[bytes] = [
     files.npy_file(rows().numpy()),
     files.npy_file(rows(2).numpy().astype(np.float16), (2, 0)),
 ]
+LONG_FILE = save({"a": rows(MAX_POSITIONS - 8)})
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import json
 import random
 import socket
 import struct
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.fuzz.files import Random, damaged, hostile
+from tests.fuzz.files import LONG_FILE, Random, damaged, hostile
 
 UPLOAD, COMPLETIONS, CHAT = "/v1/prompt_embeds", "/v1/completions", "/v1/chat/completions"
 RAW = "application/octet-stream"
@@ -29,6 +30,8 @@ class Sent:
     length: int | None = None
     """What the head says, if it is not the truth."""
     chunked: bool = False
+    pieces: int = 1
+    """So many are sent one after another, so that the server has read one before the next comes."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ def request(number: int) -> Sent:
     kind = rng.random()
     if kind < 0.25:
         return _lied_about(Sent(UPLOAD, RAW, file), rng)
-    if kind < 0.45:
+    if kind < 0.4:
         return _base64(file, rng)
+    if kind < 0.47:
+        return _long_base64(rng)
     return _lied_about(_form(file, rng), rng)
 
 
@@ -63,6 +68,59 @@ def _base64(file: bytes, rng: Random) -> Sent:
     ]
     path, body = rng.choice(bodies)
     return Sent(path, "application/json", json.dumps(body | {"max_tokens": 1}).encode())
+
+
+def _long_base64(rng: Random) -> Sent:
+    """Long enough to be decoded before all of it has come; right in one case of three."""
+    file = LONG_FILE if rng.random() < 0.7 else damaged(LONG_FILE, rng)
+    text = base64.b64encode(file).decode()
+    if rng.random() < 0.4:
+        at = rng.choice((rng.randrange(len(text) + 1), len(text)))
+        text = text[:at] + rng.choice(WRONG) + text[at + rng.randrange(5) :]
+    if rng.random() < 0.2:
+        text = text.replace("/", rng.choice(["\\/", "\\u002f"]))
+    body = rng.choice(SHELLS).replace("%", text).encode()
+    if rng.random() < 0.1:
+        body = damaged(body, rng)
+    path = CHAT if b'"messages"' in body[:100] else COMPLETIONS
+    sent = _lied_about(Sent(path, "application/json", body), rng)
+    return replace(sent, pieces=rng.randrange(1, 6))
+
+
+WRONG = [
+    "=",
+    "==",
+    "\n",
+    "é",
+    "\\",
+    "\\/",
+    "\\u002f",
+    "\\u00",
+    "\\u0000",
+    '"',
+    '\\"',
+    '", "',
+    '"}',
+    '"data": "',
+    "A" * 4000,
+]
+_PART = '{"type": "prompt_embeds", "data": "%"}'
+SHELLS = [
+    '{"max_tokens": 1, "prompt_embeds": "%"}',
+    '{"prompt_embeds": ["%", "%"], "max_tokens": 1}',
+    '{"prompt_embeds": "%", "max_tokens": 1, "prompt_embeds": "%"}',
+    '{"max_tokens": 1, "prompt": [' + _PART + "]}",
+    '{"max_tokens": 1, "prompt": [{"data": "%", "type": "prompt_embeds"}]}',
+    '{"max_tokens": 1, "prompt": [{"type": "prompt_embeds", "data": "%", "type": "text", "text": "x"}]}',
+    '{"max_tokens": 1, "prompt": [{"type": "prompt_embeds", "data": "%", "data": "AAAA"}]}',
+    '{"max_tokens": 1, "prompt": [[' + _PART + '], [5]], "user": "x"}',
+    '{"max_tokens": 1, "prompt": [' + _PART + '], "prompt": "x"}',
+    '{"messages": [{"role": "user", "content": [' + _PART + ']}], "max_tokens": 1}',
+    '{"messages": [{"role": "user", "content": "%"}], "max_tokens": 1, "prompt_embeds": "%"}',
+    '{"max_tokens": 1, "prompt_embeds": "%',
+    '{"max_tokens": 1, "prompt_embeds": "%": "%"}',
+]
+"""Where the texts of long files are put."""
 
 
 def _form(file: bytes, rng: Random) -> Sent:
@@ -117,7 +175,12 @@ def send(port: int, sent: Sent) -> Answer | None:
     """The first answer to `sent`, or None if the connection ends without one."""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as connection:
         try:
-            connection.sendall(_head(sent) + (_chunks(sent.body) if sent.chunked else sent.body))
+            data = _head(sent) + (_chunks(sent.body) if sent.chunked else sent.body)
+            size = -(-len(data) // sent.pieces)
+            for at in range(0, len(data), size):
+                connection.sendall(data[at : at + size])
+                if sent.pieces > 1:
+                    time.sleep(0.002)
             if sent.length is not None and sent.length > len(sent.body):
                 # Cut, not closed in peace: the server sees a reset.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
+from server import arriving_file
 from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError, decode_embedding
 from server.errors import Unavailable
 from server.file_tensor import TooManyRows
 from server.pages import Pages
-from server.row_pieces import RowPieces, threads
+from server.row_pieces import RowPieces, WholeDigest, threads
 from server.rows import Rows
 from tests.server import embedding_files as files
 from tests.server.embedding_files import TORCH_DTYPES
@@ -314,3 +316,60 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = arrive(cut(safetensors.torch.save({"a": tensor}), 99_999), "float16")
     assert found.shared is None
     assert found.data == files.raw(tensor.half())
+
+
+def test_a_body_waits_for_threads_that_are_behind(busy: Callable[[], None]) -> None:
+    """What has come and is not begun is bounded, whatever the body's size; and none of it is lost."""
+    count, size = 40, 1 << 19
+    payload = safetensors.torch.save({"a": files.rows(count * 256, 1024, dtype="bfloat16")})
+
+    async def run() -> Rows:
+        file = ArrivingFile(1024, "bfloat16", count * 256)
+        received = 0
+
+        async def receive() -> None:
+            nonlocal received
+            for chunk in cut(payload, 1 << 18):
+                file.add(chunk)
+                received += len(chunk)
+                await file.keep_up()
+
+        receiving = asyncio.ensure_future(receive())
+        await asyncio.wait([receiving], timeout=0.2)
+        assert not receiving.done()
+        assert arriving_file._AHEAD_PIECES * size < received <= (arriving_file._AHEAD_PIECES + 2) * size
+        busy()
+        await receiving
+        return await file.rows(count * 256)
+
+    assert bytes(asyncio.run(run()).data) == payload[-count * size :]
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float32"])
+def test_the_digest_of_all_rows(source: str, busy: Callable[[], None]) -> None:
+    """Made with the pieces, in whichever order they are."""
+    tensor = files.rows(ROWS, HIDDEN, dtype=source)
+    expected = hashlib.sha256(files.raw(tensor.to(torch.bfloat16))).hexdigest()
+    pieces = RowPieces(ROWS, HIDDEN, source, "bfloat16", whole_digest=True)
+    raw = memoryview(files.raw(tensor))
+    for index in random.Random(3).sample(range(pieces.count), pieces.count):
+        start, end = pieces.span(index)
+        pieces.make(index, [raw[start:end]])
+    assert pieces.rows().sha256 == expected
+    busy()
+    payload = safetensors.torch.save({"a": tensor})
+
+    async def run() -> Rows:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS, whole_digest=True)
+        file.add(payload)
+        return await file.rows(ROWS)
+
+    assert asyncio.run(run()).sha256 == expected
+
+
+def test_many_threads_make_one_digest() -> None:
+    data = random.Random(4).randbytes(64 * 1000)
+    digest = WholeDigest(lambda index: memoryview(data)[index * 1000 : (index + 1) * 1000])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda index: digest.add(index, digest._read(index)), range(63, -1, -1)))
+    assert digest.hexdigest() == hashlib.sha256(data).hexdigest()

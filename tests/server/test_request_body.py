@@ -16,7 +16,7 @@ from runner.messages import Span
 from tests.models import HIDDEN_SIZE
 from tests.server.completion_calls import embedding
 from tests.server.conftest import StartServer
-from tests.server.fakes import Api, FakeEngine, ids_of, say, services
+from tests.server.fakes import Api, FakeEngine, StoreHarness, ids_of, say, services
 from tests.server.harness import ServerProcess, eventually
 
 BOUNDARY = "frontier"
@@ -228,3 +228,23 @@ def test_larger_than_the_limit(start_server: StartServer) -> None:
         chunks = (payload(60)[at : at + 1000] for at in range(0, 16_000, 1000))
         assert client.post("/v1/prompt_embeds", content=chunks, headers=raw).status_code == 413
         assert client.get("/v1/prompt_embeds").json()["data"] == []
+
+
+@pytest.mark.parametrize("form", ["json", "multipart", "upload"])
+def test_a_body_that_there_is_no_memory_for(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """503, and the next one is served."""
+    rows = payload(10_000)
+    text = json.dumps({"prompt": "x", "user": "x" * 400_000}).encode()
+    calls: dict[str, tuple[str, dict[str, Any]]] = {
+        "json": (COMPLETIONS, {"content": text, "headers": JSON}),
+        "multipart": (COMPLETIONS, {"content": None, "files": {"request": b'{"prompt": "x"}', "a": b"x" * 400_000}}),
+        "upload": ("/v1/prompt_embeds", {"content": rows, "headers": {"Content-Type": "application/octet-stream"}}),
+    }
+    path, options = calls[form]
+    client = Api(services(FakeEngine(say("x")), stored=StoreHarness().stored))
+    with monkeypatch.context() as patch:
+        patch.setattr("server.pages._AHEAD_BYTES", 1 << 46)  # more than a process can have
+        response = client.post(path, **options)
+    assert response.status_code == 503, response.text
+    assert response.json()["error"]["code"] == "overloaded"
+    assert client.post(COMPLETIONS, {"prompt": "x"}).status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,25 @@ def test_without_descriptors_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None
     assert bytes(memory.view[:5]) == b"\0abc\0"
     with contextlib.suppress(OSError):
         SharedMemory(5)  # its destructor finds nothing to close
+
+
+def shared_among(count: int, size: int) -> list[bool]:
+    made = [row_memory(size) for _ in range(count)]
+    return [isinstance(each, SharedMemory) for each in made]
+
+
+def test_many_small_ones_are_sent() -> None:
+    """A descriptor is worth a few hundred kilobytes as long as there are few of them."""
+    assert sum(shared_among(300, SMALL_BYTES + 1)) == 17
+    assert sum(shared_among(300, 4 * SMALL_BYTES)) == 64
+    assert all(shared_among(60, 16 * SMALL_BYTES))
+    assert all(shared_among(16, SMALL_BYTES + 1))  # the others are gone
+
+
+def test_descriptors_are_left_for_others() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        assert sum(shared_among(100, 1 << 30)) == 512 // 16
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
