@@ -133,7 +133,7 @@ class _ArrivingValues:
     def _make(self) -> None:
         runs, self._runs = self._runs, []
         self._waiting[self._next] = self._pieces, runs
-        self._made.append(threads.submit(_make_waiting, self._waiting, self._next))
+        self._made.append(threads().submit(_make_waiting, self._waiting, self._next))
         self._next += 1
 
     async def keep_up(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from hashlib import sha256
 
 import numpy as np
@@ -26,9 +27,22 @@ PIECE_BYTES = 512 * 1024
 _THREADS = 4
 """What one core receives, two hash."""
 
-# One core is the event loop's: a thread that is given the interpreter's lock and has no core holds up everything.
-threads = ThreadPoolExecutor(min(_THREADS, max(1, (os.cpu_count() or 1) - 1)), thread_name_prefix="rows")
-"""None before they are needed."""
+_processes = 1
+
+
+def share_cores(processes: int) -> None:
+    """Says, before rows are made, how many processes of this kind the machine has."""
+    global _processes
+    _processes = processes
+
+
+@cache
+def threads() -> ThreadPoolExecutor:
+    """Those that make rows. One of this process's cores is the event loop's: a thread that is given the interpreter's
+    lock and has no core holds up everything, and threads that have one spend their time handing the lock around where
+    bodies come to every process at once."""
+    cores = (os.cpu_count() or 1) // _processes
+    return ThreadPoolExecutor(min(_THREADS, max(1, cores - 1)), thread_name_prefix="rows")
 
 
 class RowPieces:
@@ -183,7 +197,7 @@ def make_all(pieces: RowPieces, values: Callable[[int, int], Sequence[Run]]) -> 
     if pieces.count == 1:
         make(0)
     else:
-        for _ in threads.map(make, range(pieces.count)):
+        for _ in threads().map(make, range(pieces.count)):
             pass
     return pieces.rows()
 

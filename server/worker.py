@@ -38,6 +38,7 @@ from server.malloc import keep_freed_memory
 from server.metrics import Metrics
 from server.no_torch import keep_torch_out
 from server.probes import package_version
+from server.row_pieces import share_cores
 from server.services import Services
 from server.shared_cells import SharedCells
 from server.soft_prompts import SoftPromptError
@@ -285,7 +286,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def configure_process(log_level: str, log_format: str = "text") -> None:
+def configure_process(log_level: str, log_format: str = "text", api_workers: int = 1) -> None:
     """`log_level` is for what we log; libraries are only heard when something is wrong, or everything is wanted."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))
@@ -296,6 +297,7 @@ def configure_process(log_level: str, log_format: str = "text") -> None:
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keep_freed_memory()
+    share_cores(api_workers)
 
 
 def _raise_file_limit() -> None:
@@ -311,7 +313,7 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
-    configure_process(spec.config.log_level, spec.config.log_format)
+    configure_process(spec.config.log_level, spec.config.log_format, spec.config.api_workers)
 
     async def run() -> int:
         return await _Further(spec).run()

@@ -158,20 +158,20 @@ def test_one_that_is_given_up_leaves_nothing_to_do() -> None:
 @pytest.fixture
 def busy() -> Iterator[Callable[[], None]]:
     """All threads that make rows are; call it to let them go on and to wait until nothing is queued."""
-    release, count = threading.Event(), threads._max_workers
+    release, count = threading.Event(), threads()._max_workers
     begun = threading.Barrier(count + 1)
 
     def block() -> None:
         begun.wait(10)
         release.wait(30)
 
-    blocking = [threads.submit(block) for _ in range(count)]
+    blocking = [threads().submit(block) for _ in range(count)]
     begun.wait(10)
 
     def go_on() -> None:
         release.set()
         wait(blocking, 10)
-        threads.submit(int).result(10)
+        threads().submit(int).result(10)
 
     yield go_on
     go_on()
