@@ -6,8 +6,12 @@ what compiles them for which machine, so what is found in it was made of these v
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
+import shutil
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +19,10 @@ import llvmlite.binding
 import numba
 
 from runner.default_model import DefaultModelError, cache_folder
+
+_UNUSED_SECONDS = 30 * 24 * 3600
+"""After so long without a start, the kernels of another version or machine are removed."""
+_NAME = re.compile("[0-9a-f]{16}")
 
 
 def use_cache() -> bool:
@@ -36,7 +44,20 @@ def _folder() -> Path | None:
         is_ours = folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK | os.X_OK)
     except (OSError, DefaultModelError):
         return None
-    return folder if is_ours else None
+    if not is_ours:
+        return None
+    os.utime(folder)
+    if not configured:  # in a folder of the operator's choice nothing is ours to remove
+        _remove_unused(folder.parent)
+    return folder
+
+
+def _remove_unused(parent: Path) -> None:
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            used = folder.lstat().st_mtime
+            if _NAME.fullmatch(folder.name) and time.time() - used > _UNUSED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)  # follows no link
 
 
 def _digest() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,28 @@ def test_kernels_are_kept_where_only_we_can_write(tmp_path: Path, monkeypatch: p
     assert not kernel_cache.use_cache()
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/nowhere")
     assert not kernel_cache.use_cache()
+
+
+def test_kernels_that_nobody_has_used_for_long_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernel_cache.use_cache()
+    ours = Path(numba.config.CACHE_DIR)
+    long_ago = time.time() - 31 * 24 * 3600
+    others = [ours.parent / name for name in ("0" * 16, "1" * 16, "notes")]
+    for folder in others:
+        folder.mkdir()
+        (folder / "kernel").write_text("")
+    for folder in (ours, others[0], others[2]):
+        os.utime(folder, (long_ago, long_ago))
+    assert kernel_cache.use_cache()
+    assert sorted(ours.parent.iterdir()) == sorted([ours, *others[1:]])
+    assert ours.stat().st_mtime > long_ago  # it is in use now
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(ours.parent))  # somebody's own
+    os.utime(others[1], (long_ago, long_ago))
+    assert kernel_cache.use_cache() and others[1].exists()
 
 
 def test_another_version_of_a_kernel_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
