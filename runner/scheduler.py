@@ -108,8 +108,6 @@ class Scheduler:
         searched for them."""
         self._asking = 0
         """Slots whose sequences ask for more than a temperature."""
-        self._stopping = 0
-        """Slots whose sequences a token may end."""
         self._leaving = 0
         """Slots that are kept for steps in flight only."""
         self._num_clients = num_clients
@@ -319,7 +317,6 @@ class Scheduler:
         self._admissions += 1
         self._inspected += sequence.is_inspected
         self._asking += asks
-        self._stopping += bool(request.sampling.stop_token_ids)
         self._running = None
         sequence.slot = slot
         return Admission(sequence, computed, blocks)
@@ -450,11 +447,10 @@ class Scheduler:
         self._offer(step, live)
 
         ended: dict[int, Ended] = {}
-        if self._stopping:
-            for i in table.stopping(slots, new).tolist():
-                if latent is None or not latent[i]:
-                    entry = int(entries[i])
-                    ended[entry] = Ended(step.sequences[entry], "stop", int(new[i]))
+        for i in table.stopping(slots, new).tolist():
+            if latent is None or not latent[i]:
+                entry = int(entries[i])
+                ended[entry] = Ended(step.sequences[entry], "stop", int(new[i]))
         for entry in step.closing:
             if entry not in ended and not step.sequences[entry].ended:
                 ended[entry] = Ended(step.sequences[entry], "length")
@@ -554,7 +550,7 @@ class Scheduler:
         self._close(slot)
         self._inspected -= sequence.is_inspected
         self._asking -= bool(table.asks[slot])
-        self._stopping -= bool(sequence.request.sampling.stop_token_ids)
+        table.set_stop_ids(slot, ())
         self._leaving -= sequence.ended
         table.sequences[slot], table.ended[slot] = None, False
         table.free.append(slot)

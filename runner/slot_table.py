@@ -50,6 +50,9 @@ class SlotTable:
         """`Sequence.hidden_from`."""
         self.stop_ids: NDArray[np.int32] = np.full((4, num_slots), -1, np.int32)
         """A column a slot; -1 where it has fewer than others."""
+        self.num_stop_ids: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self._most_stop_ids = 0
+        """Of any slot: a long list costs the others nothing any more once its sequence has gone."""
         self.free = list(range(num_slots - 1, -1, -1))
 
     def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
@@ -59,6 +62,8 @@ class SlotTable:
             self.stop_ids = grown
         self.stop_ids[:, slot] = -1
         self.stop_ids[: len(stop_ids), slot] = stop_ids
+        self.num_stop_ids[slot] = len(stop_ids)
+        self._most_stop_ids = int(self.num_stop_ids.max())
 
     def sequences_of(self, slots: NDArray[np.intp]) -> list[Sequence]:
         """Of slots that have one."""
@@ -66,7 +71,9 @@ class SlotTable:
 
     def stopping(self, slots: NDArray[np.signedinteger], token_ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """Places among `slots` ([n]) whose new token ([n]) is one that ends its sequence."""
-        hits = self.stop_ids[:, slots] == token_ids
+        if not self._most_stop_ids:
+            return _NOWHERE
+        hits = self.stop_ids[: self._most_stop_ids, slots] == token_ids
         return hits.any(0).nonzero()[0] if np.count_nonzero(hits) else _NOWHERE
 
 

@@ -100,7 +100,7 @@ def test_everyone_gets_his_own(shelf: EngineShelf, overlap: bool, at_once: bool,
     assert harness.engine.stats().preemptions > 0
     harness.assert_empty()
     scheduler = harness.engine.scheduler
-    assert scheduler._asking == scheduler._stopping == scheduler._leaving == scheduler._inspected == 0
+    assert scheduler._asking == scheduler.table._most_stop_ids == scheduler._leaving == scheduler._inspected == 0
     for each in crowd:
         answer = harness.answer(each.number)
         assert answer.end is not None

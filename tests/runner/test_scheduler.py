@@ -372,11 +372,14 @@ def test_any_number_of_stop_tokens() -> None:
     tokens = answer(prompt(5), 4)
     others = tuple(token for token in range(VOCAB_SIZE) if token not in tokens)
     assert others
-    engine.add(make_request(0, prompt(5), 4, stop_token_ids=tuple(range(VOCAB_SIZE))))
+    engine.add(make_request(0, prompt(5), 4, stop_token_ids=tuple(reversed(range(VOCAB_SIZE)))))
     engine.add(make_request(1, prompt(5), 4, stop_token_ids=others))
     engine.add(make_request(2, prompt(5), 4))
     engine.run()
     assert engine.ends == {(0, 0): "stop", (1, 0): "length", (2, 0): "length"}
+    assert engine.tokens[0, 0] == tokens[:1]
+    table = engine.scheduler.table
+    assert len(table.stop_ids) == VOCAB_SIZE and table._most_stop_ids == 0
 
 
 def test_scoring_makes_no_token() -> None:
