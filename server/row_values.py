@@ -79,8 +79,17 @@ def cast_rows(
     return data if made is None else made.toreadonly()
 
 
+_is_hashing = True
+
+
+def hash_rows(wanted: bool) -> None:
+    """Whether this process's rows get digests: the prefix cache compares them, and without it nobody does."""
+    global _is_hashing
+    _is_hashing = wanted
+
+
 def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
-    """One digest of DIGEST_BYTES per row, concatenated.
+    """One digest of DIGEST_BYTES per row, concatenated; zeros if nobody asks for them (`hash_rows`).
 
     `data`: whole rows of `row_bytes` bytes, in the model's dtype; `first_row`: which row of the embedding it begins
     with, a multiple of `group_rows` there.
@@ -93,6 +102,8 @@ def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
     BLAKE3 cut to 16 bytes: it hashes a tree, several kilobytes side by side. By 128 KiB, 64 MiB took 11 ms, sha256 38
     on a CPU with instructions for it, and blake2b(digest_size=16) 75.
     """
+    if not _is_hashing:
+        return bytes(len(data) // row_bytes * DIGEST_BYTES)
     digests: list[bytes] = []
     sizes: list[int] = []
     row, end = first_row, first_row + len(data) // row_bytes

@@ -68,7 +68,7 @@ def serve(config: ServerConfig) -> int:
         except _CannotListen as error:
             print(f"intarsia: {error}", file=sys.stderr)
             return EXIT_FAILED
-        configure_process(config.log_level, config.log_format, config.api_workers)
+        configure_process(config)
         folder = PrivateDir()
         stack.callback(folder.remove)
         loop = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))

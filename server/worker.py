@@ -39,6 +39,7 @@ from server.metrics import Metrics
 from server.no_torch import keep_torch_out
 from server.probes import package_version
 from server.row_pieces import share_cores
+from server.row_values import hash_rows
 from server.services import Services
 from server.shared_cells import SharedCells
 from server.soft_prompts import SoftPromptError
@@ -286,8 +287,9 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def configure_process(log_level: str, log_format: str = "text", api_workers: int = 1) -> None:
+def configure_process(config: ServerConfig) -> None:
     """`log_level` is for what we log; libraries are only heard when something is wrong, or everything is wanted."""
+    log_level, log_format = config.log_level, config.log_format
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))
     logging.basicConfig(handlers=[handler])
@@ -297,7 +299,8 @@ def configure_process(log_level: str, log_format: str = "text", api_workers: int
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keep_freed_memory()
-    share_cores(api_workers)
+    share_cores(config.api_workers)
+    hash_rows(config.enable_prefix_caching)
 
 
 def _raise_file_limit() -> None:
@@ -313,7 +316,7 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSpec)
-    configure_process(spec.config.log_level, spec.config.log_format, spec.config.api_workers)
+    configure_process(spec.config)
 
     async def run() -> int:
         return await _Further(spec).run()

@@ -11,11 +11,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
+import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from runner.messages import DIGEST_BYTES
 from tests.server.conftest import StartServer
 from tests.server.harness import ROOT, ServerProcess, Stream, eventually, is_alive
 
@@ -217,6 +220,39 @@ def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> N
 
 def test_no_thread_keeps_the_event_loop_waiting_for_long() -> None:
     """Python's own 5 ms would be what a stream waits each time that another thread is busy with Python."""
-    program = "import sys; from server.worker import configure_process as c; c('info'); print(sys.getswitchinterval())"
+    assert float(configured("ServerConfig()", "import sys; print(sys.getswitchinterval())")) <= 0.001
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_rows_are_hashed_for_the_prefix_cache_only(caching: bool) -> None:
+    found = configured(
+        f"ServerConfig(enable_prefix_caching={caching})",
+        """
+        from server.row_values import row_digests
+        print(row_digests(memoryview(b"ab" * 8), 8))
+        """,
+    )
+    assert (found == str(bytes(2 * DIGEST_BYTES))) is not caching
+
+
+@pytest.mark.parametrize(("processes", "count"), [(1, 4), (3, 4), (4, 3), (8, 1), (40, 1)])
+def test_processes_share_the_cores_when_they_make_rows(processes: int, count: int) -> None:
+    """Of a machine that has sixteen."""
+    found = configured(
+        f"ServerConfig(api_workers={processes})",
+        """
+        import os
+        from server.row_pieces import threads
+        os.cpu_count = lambda: 16
+        print(threads()._max_workers)
+        """,
+    )
+    assert int(found) == count
+
+
+def configured(config: str, then: str) -> str:
+    """What is printed by a process that has been configured."""
+    program = "from server.config import ServerConfig\nfrom server.worker import configure_process\n"
+    program += f"configure_process({config})\n{dedent(then)}"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(ran.stdout) <= 0.001
+    return ran.stdout.strip()
