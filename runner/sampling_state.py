@@ -37,7 +37,9 @@ class SamplingState:
 
 def pack(params: SamplingParams, choice: int) -> NDArray[np.int32]:
     """[10] int32: one slot's row of `floats` (as bits) and of `ints`."""
-    floats = np.array([params.temperature, params.top_p, params.min_p, params.presence_penalty,
-                       params.frequency_penalty, params.repetition_penalty], np.float32)  # fmt: skip
-    seed = np.array([params.seed], np.int64).view(np.int32)  # little-endian: low word first
-    return np.concatenate([floats.view(np.int32), np.array([params.top_k, choice], np.int32), seed])
+    packed = np.empty(len(FLOAT_FIELDS) + len(INT_FIELDS), np.int32)
+    packed[:6].view(np.float32)[:] = (params.temperature, params.top_p, params.min_p, params.presence_penalty,
+                                      params.frequency_penalty, params.repetition_penalty)  # fmt: skip
+    packed[6:8] = params.top_k, choice
+    packed[8:].view(np.int64)[0] = params.seed  # little-endian: low word first
+    return packed

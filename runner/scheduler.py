@@ -469,7 +469,7 @@ class Scheduler:
             live: [E]: whose sequences have not ended; None: all.
         """
         table, slots, computed = self.table, step.slots, step.computed
-        due = computed - table.published[slots] * self.block_size >= _PUBLISHED_AT_ONCE * self.block_size
+        due = computed // self.block_size - table.published[slots] >= _PUBLISHED_AT_ONCE
         due[step.prompts] = True
         places = (due if live is None else due & live).nonzero()[0]
         self._publish(slots[places].tolist(), computed[places].tolist())

@@ -68,7 +68,7 @@ class RowPieces:
         self._refusals: dict[int, str] = {}
         """What is wrong with which piece. (An exception would lead to its frames, and these to the memory.)"""
         self._has_no_memory = False
-        self._whole = WholeDigest(self._read) if whole_digest else None
+        self._whole = WholeDigest() if whole_digest else None
         self._seconds = [0.0] * self.count
 
     def span(self, index: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class RowPieces:
         try:
             rows = self._take(first_row, values) if self._source == self._target else self._cast(first_row, values)
             if self._whole is not None:
-                self._whole.add(index, rows)
+                self._whole.add(index, rows, self._read)
         except EmbeddingError as error:
             self._refusals[index] = str(error)
         except (OSError, MemoryError):
@@ -154,23 +154,22 @@ class WholeDigest:
     """sha256 of all pieces, which are made in any order. Each is hashed once those before it are, best by the thread
     that has just made it, in whose cache it is. Of the threads one hashes at a time, and no other waits for it."""
 
-    def __init__(self, read: Callable[[int], memoryview]) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._hash = sha256()
         self._next = 0
         self._made: set[int] = set()
         self._is_hashing = False
         self._lock = threading.Lock()
 
-    def add(self, index: int, rows: memoryview) -> None:
-        """`rows`: of the piece, which can be read now. Raises what reading does."""
+    def add(self, index: int, rows: memoryview, read: Callable[[int], memoryview]) -> None:
+        """`rows`: of the piece; from now on `read` gives them, too. Raises what that does."""
         with self._lock:
             self._made.add(index)
             if self._is_hashing:  # and looks for more behind each
                 return
             self._is_hashing = True
         while self._has_next():
-            self._hash.update(rows if self._next == index else self._read(self._next))
+            self._hash.update(rows if self._next == index else read(self._next))
             self._next += 1
 
     def _has_next(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import io
 import random
@@ -367,9 +368,25 @@ def test_the_digest_of_all_rows(source: str, busy: Callable[[], None]) -> None:
     assert asyncio.run(run()).sha256 == expected
 
 
+@pytest.mark.parametrize("whole_digest", [True, False])
+def test_its_memory_goes_without_the_collector(whole_digest: bool) -> None:
+    gc.disable()
+    try:
+        pieces = RowPieces(ROWS, HIDDEN, "float32", "float32", whole_digest=whole_digest)
+        memory = weakref.ref(pieces._memory)
+        del pieces
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
 def test_many_threads_make_one_digest() -> None:
     data = random.Random(4).randbytes(64 * 1000)
-    digest = WholeDigest(lambda index: memoryview(data)[index * 1000 : (index + 1) * 1000])
+    digest = WholeDigest()
+
+    def read(index: int) -> memoryview:
+        return memoryview(data)[index * 1000 : (index + 1) * 1000]
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda index: digest.add(index, digest._read(index)), range(63, -1, -1)))
+        list(pool.map(lambda index: digest.add(index, read(index), read), range(63, -1, -1)))
     assert digest.hexdigest() == hashlib.sha256(data).hexdigest()
