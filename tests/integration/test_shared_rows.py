@@ -23,6 +23,7 @@ from tests.server.harness import ServerProcess, eventually
 from tests.server.scripted_runner import Script
 
 ROWS, TOKENS = 600, 8
+JSON = {"Content-Type": "application/json"}
 FILE = {"Content-Type": "application/octet-stream"}
 
 
@@ -110,6 +111,28 @@ def test_the_runner_reads_it_where_it_is(server: RealServer, prompt: tuple[bytes
         assert mappings(server) == 1
         eventually(lambda: open_files(server) == 0)  # let go of with the body
     eventually(lambda: mappings(server) == 0)
+
+
+def test_base64_that_is_cut_or_refused_leaves_nothing(server: RealServer, prompt: tuple[bytes, list[int]]) -> None:
+    """It is made into rows while it comes, too."""
+    file, expected = prompt
+    good, last = base64.b64encode(file).decode(), base64.b64encode(file[:-4] + b"\xff\xff\xff\x7f").decode()
+    whole = json.dumps(asked(part(data=good))).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    for end in (800_000, 2_000_000, len(whole) - 1):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            connection.sendall(f"{head}{len(whole)}\r\n\r\n".encode() + whole[:end])
+            eventually(lambda: open_files(server) == 1)
+        eventually(lambda: open_files(server) == 0)
+    ids = greedy(prompt=[part(data=good), {"type": "token_ids", "token_ids": [-5]}])
+    with server.client() as client:
+        for body in (asked(part(data=last)), asked(part(data=good[:-2] + "!=")), asked(part(data=good[:-4])), ids):
+            assert client.post("/v1/completions", json=body).status_code == 400
+        for text in (whole + b"}", whole[:-1], whole.replace(b'"}]', b'", "data": "AAAA"}]')):
+            assert client.post("/v1/completions", content=text, headers=JSON).status_code == 400
+        eventually(lambda: mappings(server) == open_files(server) == 0)
+        answer = client.post("/v1/completions", content=whole, headers=JSON).json()
+        assert answer["choices"][0]["token_ids"] == expected
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/prompt_embeds"])
