@@ -81,15 +81,20 @@ def _new_file(request: Request, *, is_upload: bool = False) -> ArrivingFile:
 
 async def _read_json(request: Request) -> dict[str, Any]:
     """`body.read_json`, with embeddings as `ArrivingString`s where they can be."""
-    body = ArrivingJson(lambda: _new_file(request))
+    body, chunks = ArrivingJson(lambda: _new_file(request)), _chunks(request)
     try:
-        async for chunk in _chunks(request):
+        async for chunk in chunks:
             body.add(chunk)
             await body.keep_up()
         if not body.has_files:
             return await parse_body(body.view, request)
         parse = partial(_parse_arrived, body, services_of(request).max_json_bytes)
         return parse() if len(body) <= _IN_PLACE_BYTES else await asyncio.to_thread(parse)
+    except InvalidRequest:
+        body.close()
+        async for _ in chunks:  # JSON is read to its end: a connection that closes with the answer would be reset
+            pass
+        raise
     except BaseException:
         body.close()
         raise

@@ -4,6 +4,7 @@ them, in every form, and nothing is left of them, however a request ends."""
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import socket
@@ -133,6 +134,21 @@ def test_base64_that_is_cut_or_refused_leaves_nothing(server: RealServer, prompt
         eventually(lambda: mappings(server) == open_files(server) == 0)
         answer = client.post("/v1/completions", content=whole, headers=JSON).json()
         assert answer["choices"][0]["token_ids"] == expected
+
+
+def test_a_client_that_is_still_sending_sees_the_answer(server: RealServer, prompt: tuple[bytes, list[int]]) -> None:
+    body = json.dumps(asked(part(data=base64.b64encode(prompt[0]).decode()))).encode()
+    body = body[:800_000] + b"!" + body[800_000:]
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:700_000])
+        eventually(lambda: open_files(server) == 1)
+        connection.sendall(body[700_000:1_500_000])
+        eventually(lambda: open_files(server) == 0)  # refused, and let go of
+        connection.sendall(body[1_500_000:])
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, b"prompt[0].data" in response.read()) == (400, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/prompt_embeds"])
