@@ -90,16 +90,19 @@ class ArrivingJson:
 
     def add(self, chunk: bytes) -> None:
         """Raises InvalidRequest for an embedding that is not base64, Unavailable where there is no memory."""
+        try:
+            self._add(chunk)
+        except EmbeddingError as error:
+            raise InvalidRequest(f"{self._where}: {error}.", param=self._where) from None
+
+    def _add(self, chunk: bytes) -> None:
         start = 0
         if self._string is not None:
             start = chunk.find(_MARK)
-            try:
-                self._string.add(memoryview(chunk)[: None if start < 0 else start])
-                if start < 0:
-                    return
-                self._string.end()
-            except EmbeddingError as error:
-                raise InvalidRequest(f"{self._where}: {error}.", param=self._where) from None
+            self._string.add(memoryview(chunk)[: None if start < 0 else start])
+            if start < 0:
+                return
+            self._string.end()
             self._string = None
         self._json.add(memoryview(chunk)[start:])
         if self._is_looking:

@@ -192,6 +192,15 @@ def test_what_is_not_base64_is_refused_at_once(wrong: str, at: int) -> None:
         assert caught.value.param == "prompt[1].data"
 
 
+@pytest.mark.parametrize("wrong", ["\\q", "\\\\"])
+@pytest.mark.parametrize("length", range(2))
+def test_what_is_not_base64_is_refused_where_the_first_piece_ends(wrong: str, length: int) -> None:
+    """Of the piece that is taken out of the body, up to three characters have not been looked at."""
+    head = b'{"prompt_embeds": "%b%b' % (TEXT[: 70_000 + length].encode(), wrong.encode())
+    with pytest.raises(InvalidRequest, match=r"^prompt_embeds: .* not valid base64"):
+        arrive([head, b'%b"}' % TEXT.encode()])
+
+
 @pytest.mark.parametrize("more", ["AAAA", "A", "=", TEXT])
 @pytest.mark.parametrize("cut_at", range(-5, 5))
 def test_nothing_comes_behind_padding(more: str, cut_at: int) -> None:
