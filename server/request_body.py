@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from server.arriving_file import ArrivingFile
 from server.arriving_json import ArrivingJson
 from server.attachments import attach
-from server.body import media_type_of, parse_body, parse_large, parse_object
+from server.body import media_type_of, parse_body, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, close_files, read_fields
 from server.services import services_of
@@ -81,6 +81,8 @@ def _new_file(request: Request, *, is_upload: bool = False) -> ArrivingFile:
 
 async def _read_json(request: Request) -> dict[str, Any]:
     """`body.read_json`, with embeddings as `ArrivingString`s where they can be."""
+    if not services_of(request).enable_prompt_embeds:
+        return await read_json(request)  # there is nothing to be made of them
     body = ArrivingJson(lambda: _new_file(request))
     try:
         async for chunk in _chunks(request):
