@@ -3,9 +3,10 @@
 
 A string is taken out of the body once 64 KiB of it have come and what stands before it says that it is an embedding: if
 the body ended there, it would be one (`_place_of` has that parsed, closed in the few ways in which it can be). That is
-certain but for what the client may yet take back with a second `type` or `data` of the same object, which is refused.
-A name that no client knows is left in the string's place; it is put back where that is found in the parsed body. What
-is not base64 is refused at once. Everything else stays in the body, for `long_strings` and the parser: what comes
+certain but for what the client may yet take back with a second `type` or `data` of the same object, say. A name that no
+client knows is left in the string's place; it is put back where that is found in the parsed body, and let go of where
+it isn't: of a key that comes twice the last one counts, whether the first was taken out or not. What is not base64 is
+refused at once. Everything else stays in the body, for `long_strings` and the parser: what comes
 before its `type`, or behind more JSON than is worth being parsed twice, or has escapes from its beginning on.
 """
 
@@ -90,16 +91,19 @@ class ArrivingJson:
 
     def add(self, chunk: bytes) -> None:
         """Raises InvalidRequest for an embedding that is not base64, Unavailable where there is no memory."""
+        try:
+            self._add(chunk)
+        except EmbeddingError as error:
+            raise InvalidRequest(f"{self._where}: {error}.", param=self._where) from None
+
+    def _add(self, chunk: bytes) -> None:
         start = 0
         if self._string is not None:
             start = chunk.find(_MARK)
-            try:
-                self._string.add(memoryview(chunk)[: None if start < 0 else start])
-                if start < 0:
-                    return
-                self._string.end()
-            except EmbeddingError as error:
-                raise InvalidRequest(f"{self._where}: {error}.", param=self._where) from None
+            self._string.add(memoryview(chunk)[: None if start < 0 else start])
+            if start < 0:
+                return
+            self._string.end()
             self._string = None
         self._json.add(memoryview(chunk)[start:])
         if self._is_looking:
@@ -135,17 +139,16 @@ class ArrivingJson:
         return True
 
     def put_back(self, value: dict[str, Any]) -> None:
-        """Every string where its name is in `value`, which `view` was parsed to. Raises InvalidRequest if one's place
-        is no embedding's any more."""
-        found = 0
-        for holder, key, _ in _places(value) if self._files else ():
+        """Every string where its name is in `value`, which `view` was parsed to. Where that is no embedding's place any
+        more nobody reads it, as nobody would read the string."""
+        files = dict(self._files)
+        for holder, key, _ in _places(value):
             name = holder[key]
-            file = self._files.get(name) if len(name) <= _NAME_CHARS else None
+            file = files.pop(name, None) if len(name) <= _NAME_CHARS else None
             if file is not None:
                 holder[key] = ArrivingString.of_file(file)
-                found += 1
-        if found != len(self._files):
-            raise InvalidRequest("An object of the request with an embedding has a key twice.", code="invalid_json")
+        for file in files.values():
+            file.close()
 
     def close(self) -> None:
         for file in self._files.values():

@@ -2,8 +2,7 @@
 
 JSON here is strict JSON in UTF-8: NaN, Infinity, numbers beyond a double, lone surrogates and overlong integers are
 refused, because everything behind this point (templates, the engine, the JSON of an error) would have to cope with
-them otherwise. Duplicate keys are legal JSON; the last one wins (but not over an embedding that has been decoded while
-it came: see `arriving_json`).
+them otherwise. Duplicate keys are legal JSON; the last one wins.
 """
 
 from __future__ import annotations

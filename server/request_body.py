@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from server.arriving_file import ArrivingFile
 from server.arriving_json import ArrivingJson
 from server.attachments import attach
-from server.body import media_type_of, parse_body, parse_large, parse_object
+from server.body import media_type_of, parse_body, parse_large, parse_object, read_json
 from server.errors import APIError, InvalidRequest, UnsupportedMediaType
 from server.multipart import MEDIA_TYPE, Fields, close_files, read_fields
 from server.services import services_of
@@ -81,6 +80,8 @@ def _new_file(request: Request, *, is_upload: bool = False) -> ArrivingFile:
 
 async def _read_json(request: Request) -> dict[str, Any]:
     """`body.read_json`, with embeddings as `ArrivingString`s where they can be."""
+    if not services_of(request).enable_prompt_embeds:
+        return await read_json(request)  # there is nothing to be made of them
     body, chunks = ArrivingJson(lambda: _new_file(request)), _chunks(request)
     try:
         async for chunk in chunks:
@@ -88,8 +89,13 @@ async def _read_json(request: Request) -> dict[str, Any]:
             await body.keep_up()
         if not body.has_files:
             return await parse_body(body.view, request)
-        parse = partial(_parse_arrived, body, services_of(request).max_json_bytes)
-        return parse() if len(body) <= _IN_PLACE_BYTES else await asyncio.to_thread(parse)
+        # Without the strings that have been taken out it is a small body, as a rule.
+        value = await parse_body(body.view, request)
+        if len(body) > _IN_PLACE_BYTES:
+            await asyncio.to_thread(body.put_back, value)
+        else:
+            body.put_back(value)
+        return value
     except InvalidRequest:
         body.close()
         async for _ in chunks:  # JSON is read to its end: a connection that closes with the answer would be reset
@@ -98,12 +104,6 @@ async def _read_json(request: Request) -> dict[str, Any]:
     except BaseException:
         body.close()
         raise
-
-
-def _parse_arrived(body: ArrivingJson, limit: int | None) -> dict[str, Any]:
-    value = parse_large(body.view, limit)
-    body.put_back(value)
-    return value
 
 
 async def _read_fields(request: Request, *, is_upload: bool = False) -> Fields:

@@ -41,8 +41,13 @@ def threads() -> ThreadPoolExecutor:
     """Those that make rows. One of this process's cores is the event loop's: a thread that is given the interpreter's
     lock and has no core holds up everything, and threads that have one spend their time handing the lock around where
     bodies come to every process at once."""
-    cores = (os.cpu_count() or 1) // _processes
+    cores = _cores() // _processes
     return ThreadPoolExecutor(min(_THREADS, max(1, cores - 1)), thread_name_prefix="rows")
+
+
+def _cores() -> int:
+    """Those that this process may run on: a container has often a few of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class RowPieces:

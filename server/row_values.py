@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from runner.messages import DIGEST_BYTES
 from server.file_tensor import ITEM_BYTES, EmbeddingError
 from server.pages import allocate, discard
-
-try:
-    from blake3 import blake3 as digest_of
-except ImportError:  # no wheel for this platform
-    from hashlib import sha256 as digest_of  # type: ignore[assignment]
 
 Array = npt.NDArray[Any]
 
@@ -110,7 +106,7 @@ def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
     while row < end:
         size = min(group_rows(row, row_bytes), end - row)
         at = (row - first_row) * row_bytes
-        digests.append(digest_of(data[at : at + size * row_bytes]).digest()[:DIGEST_BYTES])
+        digests.append(blake3(data[at : at + size * row_bytes]).digest()[:DIGEST_BYTES])
         sizes.append(size)
         row += size
     groups = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -248,3 +249,14 @@ def test_a_body_that_there_is_no_memory_for(form: str, monkeypatch: pytest.Monke
     assert response.status_code == 503, response.text
     assert response.json()["error"]["code"] == "overloaded"
     assert client.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+
+
+def test_a_server_that_takes_no_embeddings_decodes_none() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b'{"prompt_embeds": "', b"A" * 100_000, b'not base64", "max_tokens": 1}'):
+            yield piece
+
+    for takes, message in ((True, "not valid base64"), (False, "takes no prompt_embeds")):
+        client = Api(services(FakeEngine(say("x")), enable_prompt_embeds=takes))
+        response = client.post(COMPLETIONS, content=pieces(), headers=JSON)
+        assert (response.status_code, message in response.text) == (400, True), response.text
