@@ -64,7 +64,13 @@ class DeferredStream:
         self._queued += 1
 
     def record(self, again: Event | None = None) -> Event:
-        return _DeferredEvent(self, self._queued)
+        """Raises RuntimeError where `again` has not been waited for: on CUDA nobody would notice."""
+        if not isinstance(again, _DeferredEvent):
+            return _DeferredEvent(self, self._queued)
+        if again.position > self._done:
+            raise RuntimeError("an event is recorded again before it has been waited for")
+        again.position = self._queued
+        return again
 
     def run_until(self, count: int) -> None:
         while self._done < count:
@@ -75,10 +81,10 @@ class DeferredStream:
 class _DeferredEvent:
     def __init__(self, stream: DeferredStream, position: int) -> None:
         self._stream = stream
-        self._position = position
+        self.position = position
 
     def wait(self) -> None:
-        self._stream.run_until(self._position)
+        self._stream.run_until(self.position)
 
 
 def make_stream(device: torch.device) -> Stream:

@@ -242,6 +242,21 @@ def test_where_nothing_is_cached_the_preempted_find_their_own_rows_again() -> No
     engine.assert_empty()
 
 
+def test_where_nothing_is_cached_no_step_offers_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, offered = ToyEngine(max_model_len=64), list[int]()
+    publish = engine.scheduler._publish
+
+    def count(slots: list[int], computed: list[int]) -> None:
+        offered.extend(slots)
+        publish(slots, computed)
+
+    monkeypatch.setattr(engine.scheduler, "_publish", count)
+    engine.add(make_request(0, prompt(5), 59, max_model_len=64, private=True))
+    engine.run()
+    assert len(offered) == 2  # with its prompt's step, and when it gives back what it holds
+    assert engine.scheduler.pool.num_cached == 0
+
+
 def test_a_long_answer_is_cached_while_it_is_made() -> None:
     engine = ToyEngine(num_blocks=60, max_model_len=64)
     engine.add(make_request(0, prompt(5), 59, max_model_len=64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from runner.stream import DeferredStream, make_stream
@@ -44,6 +45,20 @@ def test_an_event_before_any_work_is_done() -> None:
     stream.run(lambda: done.append(1))
     event.wait()
     assert done == []
+
+
+def test_an_event_serves_once_more_when_it_has_been_waited_for() -> None:
+    done: list[int] = []
+    stream = DeferredStream()
+    stream.run(lambda: done.append(1))
+    event = stream.record()
+    with pytest.raises(RuntimeError, match="before it has been waited for"):
+        stream.record(event)
+    event.wait()
+    stream.run(lambda: done.append(2))
+    assert stream.record(event) is event
+    event.wait()
+    assert done == [1, 2]
 
 
 def test_work_sees_its_buffers_as_they_are_when_it_runs() -> None:
