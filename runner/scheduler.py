@@ -353,6 +353,8 @@ class Scheduler:
             closing &= ~latent
         asking = samples & table.asks[slots] & ~latent if self._asking else self._nobody[:entries]
         step = Step(slots, starts, computed, new_blocks, samples, asking, length, num_decodes, 0, sequences, admissions)
+        step.closing = closing.nonzero()[0].tolist()
+        step.members = 0 if running is None else running.number
         if self._inspected:
             step.latent_outputs = latent.nonzero()[0]
             step.latent_inputs = ((before >= table.admitted[slots]) & (before < table.answer_start[slots])).nonzero()[0]
@@ -362,21 +364,24 @@ class Scheduler:
             step.prompts = (before < table.admitted[slots]).nonzero()[0].tolist()
             for entry in step.prompts:
                 self._add_prompt_rows(step, entry, int(before[entry]))
-        step.members = 0 if running is None else running.number
-        step.closing = closing.nonzero()[0].tolist()
-        self._launches += 1
-        table.computed[slots] = computed
-        table.length[slots] = length + samples
-        table.launched[slots] = self._launches
-        if self._num_clients > 1:
-            self.waiting.charge_tokens(table.client[slots[samples]])
-        if step.closing:
-            table.open[slots[step.closing]] = False
+        self._advance(step)
         if running is None or step.closing:
             self._running = None
         else:  # Each of them lacked one row, and has it now.
             running.grown = True
         return step
+
+    def _advance(self, step: Step) -> None:
+        """Counts a step as launched."""
+        table, slots = self.table, step.slots
+        self._launches += 1
+        table.launched[slots] = self._launches
+        table.computed[slots] = step.computed
+        table.length[slots] = step.positions + step.samples
+        if step.closing:
+            table.open[slots[step.closing]] = False
+        if self._num_clients > 1:
+            self.waiting.charge_tokens(table.client[slots[step.samples]])
 
     def _add_prompt_rows(self, step: Step, entry: int, start: int) -> None:
         """The parts of a step that only a chunk of a prompt has: its embedding rows, and the rows to score."""
