@@ -46,11 +46,14 @@ class SoftPrompts:
     """All that this server has, by name."""
 
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    digest: str = ""
+    """Of all names and rows; empty where there are none."""
 
     @classmethod
     def load(cls, given: Iterable[tuple[str, str]], model: ModelInfo) -> SoftPrompts:
         """`given`: names and paths. Raises SoftPromptError."""
         rows: dict[str, Rows] = {}
+        state = hashlib.sha256()  # not of the rows' digests, which only a prefix cache asks for
         for name, path in given:
             if name in rows:
                 raise SoftPromptError(f"soft prompt {name}: the name is given twice")
@@ -60,24 +63,15 @@ class SoftPrompts:
                 raise SoftPromptError(f"soft prompt {name}: {error}") from None
             except OSError as error:
                 raise SoftPromptError(f"soft prompt {name}: cannot read {path}: {error.strerror}") from None
+            state.update(name.encode() + b"\0" + hashlib.sha256(rows[name].data).digest())
             logger.info("soft prompt %s: %d rows", name, rows[name].num_rows)
-        return cls(rows)
+        return cls(rows, state.hexdigest() if rows else "")
 
     def get(self, name: str, where: str) -> Rows:
         """Raises ModelNotFound. `where`: the field that the name came in."""
         if name not in self.rows:
             raise ModelNotFound(f"The soft prompt `{bounded(name, 100)}` does not exist.", param=where)
         return self.rows[name]
-
-    @property
-    def digest(self) -> str:
-        """Of all names and rows; empty where there are none."""
-        if not self.rows:
-            return ""
-        state = hashlib.sha256()
-        for name, rows in self.rows.items():
-            state.update(name.encode() + b"\0" + rows.digests)
-        return state.hexdigest()
 
 
 def _read(path: Path, model: ModelInfo) -> Rows:

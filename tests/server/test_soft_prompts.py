@@ -330,3 +330,16 @@ def test_other_rows_under_a_name_show_in_the_fingerprint(soft: SoftPrompts, tmp_
         services(FakeEngine(say("")), soft_prompts=each).system_fingerprint for each in (SoftPrompts(), soft, other)
     }
     assert len(prints) == 3
+
+
+def test_they_show_in_it_without_a_prefix_cache(
+    tmp_path: Path, model: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows have no digests."""
+    monkeypatch.setattr("server.row_values._is_hashing", False)
+    digests = set()
+    for value in (0.5, 0.25):
+        path = tmp_path / f"{value}.safetensors"
+        path.write_bytes(safetensors.numpy.save({"rows": np.full((3, HIDDEN_SIZE), value, np.float32)}))
+        digests.add(SoftPrompts.load([("poet", str(path))], model).digest)
+    assert len(digests) == 2
