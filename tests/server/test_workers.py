@@ -237,13 +237,13 @@ def test_rows_are_hashed_for_the_prefix_cache_only(caching: bool) -> None:
 
 @pytest.mark.parametrize(("processes", "count"), [(1, 4), (3, 4), (4, 3), (8, 1), (40, 1)])
 def test_processes_share_the_cores_when_they_make_rows(processes: int, count: int) -> None:
-    """Of a machine that has sixteen."""
+    """Sixteen, of a machine that has more."""
     found = configured(
         f"ServerConfig(api_workers={processes})",
         """
         import os
         from server.row_pieces import threads
-        os.cpu_count = lambda: 16
+        os.cpu_count, os.sched_getaffinity = lambda: 64, lambda _: range(16)
         print(threads()._max_workers)
         """,
     )
