@@ -6,8 +6,10 @@ the body ended there, it would be one (`_place_of` has that parsed, closed in th
 certain but for what the client may yet take back with a second `type` or `data` of the same object, say. A name that no
 client knows is left in the string's place; it is put back where that is found in the parsed body, and let go of where
 it isn't: of a key that comes twice the last one counts, whether the first was taken out or not. What is not base64 is
-refused at once. Everything else stays in the body, for `long_strings` and the parser: what comes
-before its `type`, or behind more JSON than is worth being parsed twice, or has escapes from its beginning on.
+refused at once, before it is known what else is wrong, or whether it will be overwritten.
+
+Everything else stays in the body, for `long_strings` and the parser: what comes before its `type`, or behind more JSON
+than is worth being parsed twice, or has escapes from its beginning on.
 """
 
 from __future__ import annotations
