@@ -4,12 +4,14 @@ Built by `runner.fusion` from a loaded transformers model, called by `runner.mod
 launches: norm, merged q/k/v, rope with cache write, attention (one or two), output projection, norm, merged gate and
 up, activation, down projection. For a row or two norms and activation go into the projections (`kernels.few_rows`); up
 to 64 rows the activation does, and projections leave partial sums to what follows them (`kernels.split_k`). Nothing
-waits for the device or depends on its data, so a step can be captured.
+waits for the device or depends on its data, so a step can be captured. On a CPU all layers may be one call
+(`kernels.decoder_cpu`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ from runner.kernels.few_rows import few_rows_linear
 from runner.kernels.rms_norm import add_rms_norm, rms_norm
 from runner.kernels.rope import HeadNorm, RopeTable, rope_and_write
 from runner.kernels.split_k import gated_linear, split_k_linear
+
+if TYPE_CHECKING:
+    from runner.kernels.decoder_cpu import WholeDecoder
 
 
 @dataclass(frozen=True)
@@ -87,15 +92,24 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm, self.tables = norm, tables
-        self._in_order = layers
+        self.in_order = layers
+        self._whole: WholeDecoder | None = None
 
     def forward(self, rows: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """[T, hidden] rows at [T] int64 positions to [T, hidden]."""
+        if self._whole is not None and self._whole.takes(positions, batch):
+            return self._whole(rows, positions, batch)
         x, residual = rows, None
-        for layer in self._in_order:
+        for layer in self.in_order:
             x, residual = layer.attend(x, residual, self.tables[layer.rope], positions, batch)
             x, residual = layer.transform(x, residual)
         return self.norm(x) if residual is None else self.norm.after_adding(x, residual)[0]
+
+    def use_one_kernel(self) -> None:
+        """For all layers on the CPU, if they are such that it can be. To be called once they are packed."""
+        from runner.kernels.decoder_cpu import whole_decoder
+
+        self._whole = whole_decoder(self)
 
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -25,7 +25,7 @@ from runner.attention.backend import IMPLEMENTATION, AttentionBatch
 from runner.config import RunnerConfig
 from runner.decoder import Decoder
 from runner.fusion import NotFusable
-from runner.packed_linear import can_pack, pack_linears
+from runner.packed_linear import PackedLinear, can_pack, pack_linears
 from runner.vision import FAMILIES, Vision
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
@@ -185,6 +185,8 @@ class Model:
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and can_pack():
             body = self._decoder if self._decoder is not None else cast(nn.Module, self._backbone)
             pack_linears(nn.ModuleList([body, self._head, self._embedding]))
+            if self._decoder is not None:
+                self._decoder.use_one_kernel()
 
 
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -210,6 +212,8 @@ class _Head(nn.Module):
         lm_head = self._lm_head
         if hidden.is_cuda and type(lm_head) is nn.Linear and getattr(lm_head, "bias", None) is None:
             torch.mm(hidden, lm_head.weight[: out.shape[1]].t(), out=out)
+        elif isinstance(lm_head, PackedLinear) and lm_head.writes(out):
+            lm_head.write(hidden, out)
         else:
             out.copy_(lm_head(hidden)[:, : out.shape[1]])
         if self._scale != 1.0:

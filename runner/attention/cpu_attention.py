@@ -1,4 +1,4 @@
-"""Paged attention as the CPU runs it: decodes by a kernel of its own, chunks of prompts by torch's SDPA."""
+"""Paged attention as the CPU runs it: a kernel of its own, and torch's SDPA for what attends both ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runner.attention.backend import AttentionBatch
 from runner.attention.sdpa import attend_chunk, chunk_groups
-from runner.kernels.decode_attention_cpu import attend_decodes_cpu
+from runner.kernels.attention_cpu import attend_cpu
 
 
 class CpuAttention:
@@ -18,9 +18,14 @@ class CpuAttention:
                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         query = query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
-        if batch.num_decodes:
-            attend_decodes_cpu(query, key_cache, value_cache, batch, out, scale=scale, window=window, softcap=softcap)
-        if batch.num_decodes < batch.num_entries:
+        two_way = batch.attend_until is not None
+        entries = batch.num_decodes if two_way else batch.num_entries
+        if entries:
+            attend_cpu(
+                query, key_cache, value_cache, batch, out, num_entries=entries, scale=scale, window=window,
+                softcap=softcap,
+            )  # fmt: skip
+        if two_way and entries < batch.num_entries:
             if batch.plan is None:
                 batch.plan = chunk_groups(batch)
             for group in batch.plan:

@@ -114,7 +114,7 @@ def _prefetch_line(typingctx: Any, address: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        read, locality, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
+        read, locality, data = (ir.Constant(_I32, number) for number in (0, 2, 1))
         builder.call(function, [builder.inttoptr(args[0], pointer), read, locality, data])
         return context.get_dummy_value()
 
@@ -123,7 +123,7 @@ def _prefetch_line(typingctx: Any, address: Any) -> Any:
 
 @helper
 def prefetch(address: int, size: int) -> None:
-    """Has so many bytes brought to the caches, without waiting for them."""
+    """Has so many bytes brought to the second cache, without waiting for them."""
     for offset in range(0, size, 64):
         _prefetch_line(address + offset)
 
@@ -163,6 +163,16 @@ def wide(typingctx: Any, value: Any) -> Any:
         return args[0]
 
     return types.float32(value), generate
+
+
+@intrinsic
+def is_bfloat(typingctx: Any, tag: Any) -> Any:
+    """Known when compiled: what depends on it costs nothing, but has to have a type for every tag."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(tag == types.uint16))
+
+    return types.boolean(tag), generate
 
 
 def _rounded_bits(builder: Any, value: Any) -> Any:
@@ -281,9 +291,12 @@ def _outlined(context: Any, module: Any, body: Any, argtypes: Any, struct: Any) 
     return function
 
 
-@helper
+@functools.partial(njit, fastmath=FAST, error_model="numpy", boundscheck=False, inline="always")
 def fork(team: int, body: Any, args: Any) -> None:
-    """body(thread, threads, *args) in every thread of the team, at once; returns when all have. `args` are numbers."""
+    """body(thread, threads, *args) in every thread of the team, at once; returns when all have. `args` are numbers.
+
+    Inlined, lest `body` be passed: that would be the address of an object of this process, and what holds one isn't
+    kept on disk."""
     if rows(LONG, team, 4)[3] > 1:
         _call_by_all(team, body, args)
     else:
@@ -332,6 +345,6 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 __all__ = [
-    "BFLOAT", "DTYPES", "FAST", "FLOAT", "INT", "LONG", "Kernel", "Scratch", "contiguous", "exp", "fork", "helper",
-    "kernel", "long_kernel", "narrow", "prefetch", "rows", "team", "wide",
+    "BFLOAT", "DTYPES", "FAST", "FLOAT", "INT", "LONG", "Kernel", "Scratch", "bits_of", "contiguous", "exp", "float_of",
+    "fork", "helper", "is_bfloat", "kernel", "long_kernel", "narrow", "prefetch", "rows", "team", "wide",
 ]  # fmt: skip

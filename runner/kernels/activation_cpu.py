@@ -42,13 +42,19 @@ def _gate_rows(thread: int, threads: int, tag: Any, gate_up: int, out: int, num_
                 target[i] = narrow(tag, wide(narrow(tag, _gelu_tanh(wide(gate[i])))) * wide(up[i]))
 
 
-@long_kernel
-def _gated(tag: Any, team: int, gate_up: int, out: int, num_rows: int, size: int, is_silu: int) -> None:
+@helper
+def gate_all(tag: Any, team: int, gate_up: int, out: int, num_rows: int, size: int, is_silu: int) -> None:
+    """Addresses of [num_rows, 2 * size] and [num_rows, size]."""
     args = (tag, gate_up, out, num_rows, size, is_silu)
     if num_rows * size < _SHARED:
         _gate_rows(0, 1, *args)
     else:
         fork(team, _gate_rows, args)
+
+
+@long_kernel
+def _gated(tag: Any, team: int, gate_up: int, out: int, num_rows: int, size: int, is_silu: int) -> None:
+    gate_all(tag, team, gate_up, out, num_rows, size, is_silu)
 
 
 GATED = Kernel(_gated, "iiiiii")

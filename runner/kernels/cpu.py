@@ -10,17 +10,19 @@ from collections.abc import Callable
 import torch
 
 from runner.kernels.activation_cpu import GATED
-from runner.kernels.decode_attention_cpu import DECODE_ATTENTION
-from runner.kernels.packed_linear_cpu import PACKED_LINEAR
+from runner.kernels.argmax_cpu import ARGMAX
+from runner.kernels.attention_cpu import ATTENTION
+from runner.kernels.decoder_cpu import DECODER
+from runner.kernels.packed_linear_cpu import PACKED_LINEAR, is_fastest
 from runner.kernels.rms_norm_cpu import RMS_NORM
 from runner.kernels.rope_cpu import ROPE
 
 
 def compile_kernels(dtype: torch.dtype, progress: Callable[[str], None] = lambda stage: None) -> None:
     """Some seconds the first time; then the compiled code is read from the disk (`kernel_cache`)."""
-    kernels = [RMS_NORM, ROPE, GATED, DECODE_ATTENTION]
+    kernels = [RMS_NORM, ROPE, GATED, ATTENTION, ARGMAX]
     if dtype == torch.bfloat16:
-        kernels.append(PACKED_LINEAR)
+        kernels += [PACKED_LINEAR, DECODER] if is_fastest() else [PACKED_LINEAR]
     for done, kernel in enumerate(kernels, 1):
         progress(f"compiling kernels: {done} of {len(kernels)}")
         kernel.compile(dtype)

@@ -39,6 +39,11 @@ def gumbel_argmax(logits: Tensor, slot: Tensor, sampling: SamplingState, length:
         from runner.kernels.gumbel_triton import gumbel_argmax_triton
 
         return gumbel_argmax_triton(logits, slot, sampling, length, floors, out)
+    if floors is None and not bool((sampling.floats[0, slot.long()] > 0).any()):
+        from runner.kernels.argmax_cpu import argmax_cpu
+
+        tokens = argmax_cpu(logits)
+        return tokens if out is None else out[: len(tokens)].copy_(tokens)
     return gumbel_argmax_reference(logits, slot, sampling, length, floors, out)
 
 

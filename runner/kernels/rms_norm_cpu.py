@@ -30,7 +30,7 @@ def norm_row(tag: Any, x: Any, weight: Any, out: Any, eps: Any, unit_offset: int
 
 
 @helper
-def _norm_rows(thread: int, threads: int, tag: Any, x: int, stride: int, residual: int, weight: int, out: int,
+def norm_rows(thread: int, threads: int, tag: Any, x: int, stride: int, residual: int, weight: int, out: int,
                total: int, num_rows: int, hidden: int, eps: float, unit_offset: int) -> None:  # fmt: skip
     """Row by row. `residual`, `total`: 0, or where to read what is added and to write the sum."""
     size = rows(tag, x, 1).itemsize
@@ -45,14 +45,21 @@ def _norm_rows(thread: int, threads: int, tag: Any, x: int, stride: int, residua
         norm_row(tag, source, weights, rows(tag, out + place, hidden), eps, unit_offset)
 
 
+@helper
+def norm_all(tag: Any, team: int, x: int, stride: int, residual: int, weight: int, out: int, total: int, num_rows: int,
+             hidden: int, eps: float, unit_offset: int) -> None:  # fmt: skip
+    """Addresses; `stride` in values."""
+    args = (tag, x, stride, residual, weight, out, total, num_rows, hidden, eps, unit_offset)
+    if num_rows * hidden < _SHARED:
+        norm_rows(0, 1, *args)
+    else:
+        fork(team, norm_rows, args)
+
+
 @kernel
 def _rms_norm(tag: Any, team: int, x: int, stride: int, residual: int, weight: int, out: int, total: int,
               num_rows: int, hidden: int, eps: float, unit_offset: int) -> None:  # fmt: skip
-    args = (tag, x, stride, residual, weight, out, total, num_rows, hidden, eps, unit_offset)
-    if num_rows * hidden < _SHARED:
-        _norm_rows(0, 1, *args)
-    else:
-        fork(team, _norm_rows, args)
+    norm_all(tag, team, x, stride, residual, weight, out, total, num_rows, hidden, eps, unit_offset)
 
 
 RMS_NORM = Kernel(_rms_norm, "iiiiiiiiifi")

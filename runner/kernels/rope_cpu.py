@@ -67,12 +67,13 @@ def _rope_rows(thread: int, threads: int, tag: Any, query: int, query_row: int, 
                 target[i] = source[i]
 
 
-@kernel
-def _rope_and_write(tag: Any, team: int, query: int, query_row: int, query_head: int, key: int, key_row: int,
-                    key_head: int, value: int, value_row: int, value_head: int, cos: int, sin: int, rotary_dim: int,
-                    positions: int, key_cache: int, value_cache: int, index: int, out: int, query_weight: int,
-                    key_weight: int, scratch: int, num_rows: int, heads: int, kv_heads: int, head_dim: int, eps: float,
-                    unit_offset: int) -> None:  # fmt: skip
+@helper
+def rope_all(tag: Any, team: int, query: int, query_row: int, query_head: int, key: int, key_row: int, key_head: int,
+             value: int, value_row: int, value_head: int, cos: int, sin: int, rotary_dim: int, positions: int,
+             key_cache: int, value_cache: int, index: int, out: int, query_weight: int, key_weight: int, scratch: int,
+             num_rows: int, heads: int, kv_heads: int, head_dim: int, eps: float,
+             unit_offset: int) -> None:  # fmt: skip
+    """Addresses; strides in values. `scratch`: head_dim float32 for each thread."""
     args = (tag, query, query_row, query_head, key, key_row, key_head, value, value_row, value_head, cos, sin,
             rotary_dim, positions, key_cache, value_cache, index, out, query_weight, key_weight, scratch, num_rows,
             heads, kv_heads, head_dim, eps, unit_offset)  # fmt: skip
@@ -80,6 +81,17 @@ def _rope_and_write(tag: Any, team: int, query: int, query_row: int, query_head:
         _rope_rows(0, 1, *args)
     else:
         fork(team, _rope_rows, args)
+
+
+@kernel
+def _rope_and_write(tag: Any, team: int, query: int, query_row: int, query_head: int, key: int, key_row: int,
+                    key_head: int, value: int, value_row: int, value_head: int, cos: int, sin: int, rotary_dim: int,
+                    positions: int, key_cache: int, value_cache: int, index: int, out: int, query_weight: int,
+                    key_weight: int, scratch: int, num_rows: int, heads: int, kv_heads: int, head_dim: int, eps: float,
+                    unit_offset: int) -> None:  # fmt: skip
+    rope_all(tag, team, query, query_row, query_head, key, key_row, key_head, value, value_row, value_head, cos, sin,
+             rotary_dim, positions, key_cache, value_cache, index, out, query_weight, key_weight, scratch, num_rows,
+             heads, kv_heads, head_dim, eps, unit_offset)  # fmt: skip
 
 
 _scratch = Scratch()

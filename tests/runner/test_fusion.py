@@ -202,7 +202,7 @@ def test_layers_that_compute_something_else_are_not_adopted(
 
     def wrong(hf: Any, max_model_len: int) -> Decoder:
         decoder = fuse(hf, max_model_len)
-        decoder._in_order[1].scale *= 2
+        decoder.in_order[1].scale *= 2
         return decoder
 
     monkeypatch.setattr("runner.trial.fuse", wrong)
@@ -226,6 +226,6 @@ def test_merging_takes_no_memory_for_good(tmp_path: Path) -> None:
     hf = save(CONFIGS["llama, biases"], tmp_path)
     attention = hf.base_model.layers[0].self_attn
     before = attention.k_proj.weight.clone()
-    layer = fuse(hf, 64)._in_order[0]
+    layer = fuse(hf, 64).in_order[0]
     assert torch.equal(attention.k_proj.weight, before)
     assert attention.k_proj.weight.untyped_storage().data_ptr() == layer.qkv.weight.untyped_storage().data_ptr()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from numba import njit
+from numba.extending import intrinsic
 from torch import nn
 
 import runner.kernels.packed_linear_cpu as kernels
+from runner.kernels import tile_cpu
 from runner.kernels._numba import FAST, Kernel, helper
 from runner.kernels.packed_linear_cpu import has_dot_product, is_known_layout, packed_linear_cpu
 from runner.packed_linear import PackedLinear, can_pack, pack_linears
@@ -38,29 +40,42 @@ def test_a_layout_that_is_not_known_is_left_to_its_library(monkeypatch: pytest.M
     torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=2**-7, atol=2**-7)
 
 
+ROWS = (1, 2, 5, 6, 7, 13, 49, 100)
+"""A tile and less, two, a few, and so many that the weights to come are asked for otherwise."""
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["dot products", "without"])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_few_rows_are_multiplied_by_our_own_kernel(bias: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_multiplied_by_our_own_kernel(bias: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if fused and not has_dot_product():
         pytest.skip("this machine has no dot product of bfloat16")
     torch.manual_seed(0)
-    monkeypatch.setattr(kernels, "has_dot_product", lambda: fused)
-    # Compiled anew, both parts: not what an earlier test, or the cache, has left.
-    monkeypatch.setattr(kernels, "_multiply_columns", helper(kernels._multiply_columns.py_func))
-    own = njit(fastmath=FAST, error_model="numpy")(kernels._linear.py_func)
-    monkeypatch.setattr(kernels, "PACKED_LINEAR", Kernel(own, "i" * 11))
-    # Widths that don't fill the last block, and inputs that don't; more rows than a tile has.
-    for inputs, outputs in ((96, 80), (50, 100), (64, 64), (576, 200)):
+    compile_anew(monkeypatch, fused)
+    # Widths that don't fill the last block, inputs that don't, and inputs that are taken in parts; rows that lie apart.
+    for inputs, outputs in ((96, 80), (50, 100), (64, 64), (576, 200), (320, 128)):
         linear = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
         layer = PackedLinear(linear)
         assert layer._own_rows
-        for rows in (1, 2, 5, 6, 7, 13):
+        for number, rows in enumerate(ROWS):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=1 + number % 3: count)
             wide = torch.randn(rows, inputs + 6, dtype=torch.bfloat16)
-            out = packed_linear_cpu(wide[:, :inputs], layer._address, linear.bias, outputs)
+            out = torch.zeros(rows, outputs + 2, dtype=torch.bfloat16)
+            packed_linear_cpu(wide[:, :inputs], layer.address, linear.bias, outputs, out[:, :outputs])
             exact = nn.functional.linear(wide[:, :inputs].double(), linear.weight.double(),
                                          linear.bias.double() if bias else None)  # fmt: skip
-            torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
+            torch.testing.assert_close(out[:, :outputs].double(), exact, rtol=2**-7, atol=2**-7)
+            assert not out[:, outputs:].any()
+
+
+def compile_anew(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """All parts of the kernel: not what an earlier test, or the cache, has left."""
+    monkeypatch.setattr(tile_cpu, "has_dot_product", lambda: fused)
+    monkeypatch.setattr(kernels, "tile_product_ahead", intrinsic(tile_cpu.tile_product_ahead._defn))
+    monkeypatch.setattr(kernels, "_multiply_unit", helper(kernels._multiply_unit.py_func))
+    monkeypatch.setattr(kernels, "multiply_columns", helper(kernels.multiply_columns.py_func))
+    own = njit(fastmath=FAST, error_model="numpy")(kernels._linear.py_func)
+    monkeypatch.setattr(kernels, "PACKED_LINEAR", Kernel(own, "i" * 11))
 
 
 def test_an_unknown_layout_is_left_to_onednn() -> None:
