@@ -1,4 +1,4 @@
-"""How many prompt rows a step may have in which others decode. Asked by the scheduler before every step.
+"""How many prompt rows a step may have, beside others' decodes most of all. Asked by the scheduler before every step.
 
 A step reads the model's weights once, for decodes and prompts alike, so that prompt rows are cheapest where a few of
 them go along with decodes in every step; many at once make those who decode wait and the device pay for each of them.
@@ -6,6 +6,9 @@ So prompts are taken about as fast as they come, and not faster: the bound follo
 """
 
 from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
 
 _STEPS = 32
 """How many steps count as of late."""
@@ -17,6 +20,8 @@ _SHARES = 8
 """Steps that one long prompt is spread over at most, as long as `most` allows it."""
 _BACKLOG = 128
 """The same of all that waits: a burst needn't wait until the pace has risen to it."""
+_SMALL_PADDING = 128
+"""Rows; a step's weights have to be read for few rows as for many."""
 
 
 class PromptPace:
@@ -35,3 +40,24 @@ class PromptPace:
     def took(self, rows: int) -> None:
         """Says how many a step got in which others decode."""
         self._of_late += (rows - self._of_late) / _STEPS
+
+
+def filled(budget: int, wanted: int, num_decodes: int, most: int, sizes: Sequence[int]) -> int:
+    """A budget of prompt rows, changed such that little of the step is padding.
+
+    Args:
+        wanted: prompt rows that could be taken. most: what the budget may become. sizes: rows, prompts' and decodes',
+            that steps are padded to, ascending.
+    """
+    rows = num_decodes + min(wanted, budget)
+    index = bisect.bisect_left(sizes, rows)
+    if index in (0, len(sizes)) or sizes[index] == rows:
+        return budget
+    below, padded = sizes[index - 1 : index + 1]
+    if wanted > budget and padded - rows <= rows - below and padded - num_decodes <= most:
+        return padded - num_decodes
+    # Where more is waiting anyway, the next step takes what this one leaves; else it is worth a step of its own only if
+    # that saves much.
+    cut = wanted > budget or padded - rows > max(rows // 8, _SMALL_PADDING)
+    # But never so much that prompts hardly get on.
+    return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget

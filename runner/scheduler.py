@@ -12,7 +12,6 @@ first (it often frees some), so a preempted sequence never has a token on its wa
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from runner.blocks import BlockPool
 from runner.fair_queue import FairQueue
 from runner.messages import EMBEDDING_ID, FinishReason
-from runner.prompt_pace import PromptPace
+from runner.prompt_pace import PromptPace, filled
 from runner.sequence import Key, Request, Sequence
 from runner.slot_table import SlotTable
 from runner.step import Admission, HiddenRun, PromptScore, Step
@@ -30,8 +29,6 @@ _PUBLISHED_AT_ONCE = 8
 """Blocks of an answer: looking them up, one after another, costs more than the hashes themselves."""
 _NEVER = 2**30
 """In place of a number of published blocks: no sequence has so many."""
-_SMALL_PADDING = 128
-"""Rows; a step's weights have to be read for few rows as for many."""
 
 
 class Ended:
@@ -236,18 +233,7 @@ class Scheduler:
             if wanted > budget:
                 break
             wanted += len(sequence.token_ids)
-        rows = num_decodes + min(wanted, budget)
-        index = bisect.bisect_left(self.padded_sizes, rows)
-        if index in (0, len(self.padded_sizes)) or self.padded_sizes[index] == rows:
-            return budget
-        below, padded = self.padded_sizes[index - 1 : index + 1]
-        if wanted > budget and padded - rows <= rows - below and padded - num_decodes <= most:
-            return padded - num_decodes
-        # Where more is waiting anyway, the next step takes what this one leaves; else it is worth a step of its own
-        # only if that saves much.
-        cut = wanted > budget or padded - rows > max(rows // 8, _SMALL_PADDING)
-        # But never so much that prompts hardly get on.
-        return below - num_decodes if cut and 2 * (below - num_decodes) > rows - num_decodes else budget
+        return filled(budget, wanted, num_decodes, most, self.padded_sizes)
 
     def _first_prompt(self, lacking: list[int]) -> int:
         """Rows that the prompt whose turn it is still lacks; 0 if there is none."""

@@ -116,7 +116,7 @@ def test_prompts_take_smaller_chunks_while_others_decode() -> None:
 def test_a_step_fills_a_size_that_it_would_be_padded_to(
     sizes: list[int], waiting: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.scheduler._SMALL_PADDING", 2)
+    monkeypatch.setattr("runner.prompt_pace._SMALL_PADDING", 2)
     engine = ToyEngine(max_num_batched_tokens=32, chunked_prefill_size=9)
     engine.add(make_request(0, prompt(3), 20))
     assert entries_of(engine) == [(0, 3)]
