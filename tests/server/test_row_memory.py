@@ -171,8 +171,9 @@ def test_many_small_ones_are_sent() -> None:
 @pytest.mark.usefixtures("no_others")
 def test_descriptors_are_left_for_others() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    limit = 512 + 16 * (len(os.listdir("/proc/self/fd")) // 16)  # there is room, whatever other tests have left open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
-        assert sum(shared_among(100, 1 << 30)) == 512 // 16
+        assert sum(shared_among(200, 1 << 30)) == limit // 16
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
