@@ -35,6 +35,14 @@ def test_write_is_a_loop_over_rows(shape: tuple[int, int, int], layout: str) -> 
     assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
 
 
+def test_what_is_cached_is_finite() -> None:
+    key, value, key_cache, value_cache, cache_index = make_case(4, 2, 64, "merged", torch.float32)
+    key[1, 0, :3] = value[2, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    write_kv(key, value, key_cache, value_cache, cache_index)
+    for given, cache in ((key, key_cache), (value, value_cache)):
+        assert torch.equal(cache.view(-1, 2, 64)[cache_index], torch.where(given.isfinite(), given, 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["heads first", "merged", "only the key rotated"])
 @pytest.mark.parametrize("shape", SHAPES)
