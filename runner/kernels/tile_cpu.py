@@ -34,7 +34,7 @@ _BYTES = ir.IntType(8).as_pointer()
 
 
 def has_feature(name: str) -> bool:
-    """Of the machine that is compiled for, as Numba tells LLVM of it: an instruction that it hasn't ends the process."""
+    """Of the machine that is compiled for, as Numba tells LLVM of it: an instruction that it lacks ends the process."""
     configured = numba.config.CPU_FEATURES
     return f"+{name}" in (get_host_cpu_features() if configured is None else configured).split(",")
 

@@ -58,6 +58,15 @@ def test_write_kernel(
     assert torch.equal(keys.cpu(), key_cache) and torch.equal(values.cpu(), value_cache)
 
 
+def test_what_a_kernel_caches_is_finite(triton_device: torch.device) -> None:
+    given = make_case(4, 2, 64, "only the key rotated", torch.float16)
+    given[0][1, 0, :3] = given[1][2, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf]).half()
+    keys, values = given[2].to(triton_device, copy=True), given[3].to(triton_device, copy=True)
+    write_kv_reference(*given)
+    write_kv_triton(given[0].to(triton_device), given[1].to(triton_device), keys, values, given[4].to(triton_device))
+    assert torch.equal(keys.cpu(), given[2]) and torch.equal(values.cpu(), given[3])
+
+
 def test_padding_lands_in_the_dummy_block_alone(triton_device: torch.device) -> None:
     key, value, key_cache, value_cache, _ = make_case(6, 2, 64, "merged", torch.float32)
     before = key_cache[1:].clone()

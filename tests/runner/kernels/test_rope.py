@@ -116,6 +116,16 @@ def test_what_is_cached_is_finite(threads: int) -> None:
     assert torch.equal(caches[0][..., 32:], torch.where(key.isfinite(), key, 0)[..., 32:])
 
 
+def test_what_a_kernel_caches_is_finite(triton_device: torch.device) -> None:
+    args = broken_args()
+    query, key, value, cos, sin, positions, key_cache, value_cache, index = args
+    rope_and_write_reference(query, key, value, RopeTable(cos, sin), positions, key_cache, value_cache, index)
+    query, key, value, cos, sin, positions, keys, values, index = (x.to(triton_device, copy=True) for x in args)
+    rope_and_write_triton(query, key, value, RopeTable(cos, sin), positions, keys, values, index)
+    assert torch.equal(keys.isfinite().cpu(), key_cache.isfinite()) and torch.equal(values.cpu(), value_cache)
+    torch.testing.assert_close(keys.cpu(), key_cache, rtol=2**-9, atol=4e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rope_kernel(case: Case, dtype: torch.dtype, triton_device: torch.device) -> None:
