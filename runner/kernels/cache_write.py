@@ -6,11 +6,12 @@ Called by `runner.attention.backend.attend`, before the attention itself, where 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, cache_index: Tensor) -> None:
-    """Row cache_index[t] of each cache becomes row t.
+    """Row cache_index[t] of each cache becomes row t, with 0 for what isn't finite (see `only_finite`).
 
     Args:
         key, value: [T, num_kv_heads, head_dim], strided as they come (the model's are transposed views).
@@ -28,5 +29,12 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 def write_kv_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
                        cache_index: Tensor) -> None:  # fmt: skip
-    key_cache.view(-1, *key.shape[1:])[cache_index] = key
-    value_cache.view(-1, *value.shape[1:])[cache_index] = value
+    key_cache.view(-1, *key.shape[1:])[cache_index] = only_finite(key)
+    value_cache.view(-1, *value.shape[1:])[cache_index] = only_finite(value)
+
+
+def only_finite(rows: Tensor) -> Tensor:
+    """With 0 for NaN and infinity: what is cached has to be finite. A row that overflows (in float16 an embedding can
+    see to that) would make NaN of rows before it in the same chunk, since a weight of zero hides neither, and their
+    blocks may be another request's prefix."""
+    return torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)

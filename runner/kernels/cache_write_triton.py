@@ -10,6 +10,13 @@ _MAX_BLOCK = 2048
 
 
 @triton.jit
+def only_finite(values, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As DTYPE, with 0 for what isn't finite there: see `cache_write.only_finite`."""
+    rounded = values.to(DTYPE).to(tl.float32)
+    return tl.where(tl.abs(rounded) < float("inf"), rounded, 0.0).to(DTYPE)
+
+
+@triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
     key, key_row_stride, key_head_stride, key_dim_stride, value, value_row_stride, value_head_stride, value_dim_stride,
     key_cache, value_cache, cache_index,
@@ -24,8 +31,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     value_values = tl.load(
         value + row * value_row_stride + head * value_head_stride + dim * value_dim_stride, mask=inside
     )
-    tl.store(key_cache + target, key_values, mask=inside)
-    tl.store(value_cache + target, value_values, mask=inside)
+    tl.store(key_cache + target, only_finite(key_values, key_cache.dtype.element_ty), mask=inside)
+    tl.store(value_cache + target, only_finite(value_values, value_cache.dtype.element_ty), mask=inside)
 
 
 def write_kv_triton(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, cache_index: Tensor) -> None:

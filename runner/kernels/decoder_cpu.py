@@ -25,7 +25,7 @@ from runner.kernels.rope_cpu import rope_all
 from runner.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
-    from runner.decoder import Decoder, DecoderLayer, Norm
+    from runner.decoder import Decoder, DecoderLayer
 
 _LINEARS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
@@ -169,16 +169,17 @@ def whole_decoder(decoder: Decoder) -> WholeDecoder | None:
     norms = [norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None]
     if len({(norm.eps, norm.unit_offset) for norm in [decoder.norm, *norms]}) != 1:
         return None
-    if len({_shape(layer, decoder.norm) for layer in layers}) != 1:
+    heads = [layer.head_norm for layer in layers if layer.head_norm is not None]
+    if any(norm.unit_offset != decoder.norm.unit_offset for norm in heads):
+        return None
+    if len({_shape(layer) for layer in layers}) != 1:
         return None
     return WholeDecoder(decoder)
 
 
-def _shape(layer: DecoderLayer, norm: Norm) -> tuple[object, ...]:
+def _shape(layer: DecoderLayer) -> tuple[object, ...]:
     heads = layer.head_norm
     sizes = tuple((getattr(layer, name).in_features, getattr(layer, name).out_features) for name in _LINEARS)
-    if heads is not None and heads.unit_offset != norm.unit_offset:
-        return (layer.index,)
     return (layer.heads, layer.kv_heads, layer.head_dim, layer.scale, layer.softcap, layer.activation, sizes,
             None if heads is None else heads.eps)  # fmt: skip
 

@@ -36,7 +36,8 @@ class RopeTable:
 
 def rope_and_write(query: Tensor, key: Tensor, value: Tensor, table: RopeTable, positions: Tensor, key_cache: Tensor,
                    value_cache: Tensor, cache_index: Tensor, norm: HeadNorm | None = None) -> Tensor:  # fmt: skip
-    """Row cache_index[t] of the caches becomes row t's rotated key and its value; the rotated queries are returned.
+    """Row cache_index[t] of the caches becomes row t's rotated key and its value, with 0 for what isn't finite; the
+    rotated queries are returned.
 
     Args:
         query: [T, num_heads, head_dim]. key, value: [T, num_kv_heads, head_dim]. Strided as they come. On CUDA also

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from runner.kernels._numba import LONG, Kernel, Scratch, fork, helper, kernel, narrow, rows, team, wide
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _SHARED = 1 << 13
 """Values that are worth more than one thread."""
+_LARGEST = np.finfo(np.float32).max
 
 
 @helper
@@ -34,6 +36,12 @@ def _rotate(tag: Any, source: Any, cos: Any, sin: Any, target: Any) -> None:
         )
     for i in range(len(cos), len(source)):
         target[i] = source[i]
+
+
+@helper
+def _finite(tag: Any, value: Any) -> Any:
+    """As `cache_write.only_finite`."""
+    return value if abs(wide(value)) <= _LARGEST else narrow(tag, np.float32(0))
 
 
 @helper
@@ -60,11 +68,14 @@ def _rope_rows(thread: int, threads: int, tag: Any, query: int, query_row: int, 
                 norm_row(tag, source, rows(tag, key_weight, head_dim), normed, eps, unit_offset)
                 source = normed
             place = (places[row] * kv_heads + head) * head_dim * size
-            _rotate(tag, source, cosines, sines, rows(tag, key_cache + place, head_dim))
+            target = rows(tag, key_cache + place, head_dim)
+            _rotate(tag, source, cosines, sines, target)
+            for i in range(head_dim):
+                target[i] = _finite(tag, target[i])
             source = rows(tag, value + (row * value_row + head * value_head) * size, head_dim)
             target = rows(tag, value_cache + place, head_dim)
             for i in range(head_dim):
-                target[i] = source[i]
+                target[i] = _finite(tag, source[i])
 
 
 @helper

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from runner.kernels._triton import dependent_launch, tl, triton
+from runner.kernels.cache_write_triton import only_finite
 from runner.kernels.rope import HeadNorm, RopeTable
 
 _MANY_ROWS = 128
@@ -35,13 +36,20 @@ def _load(source, part_stride, mask, PARTS: tl.constexpr, DTYPE: tl.constexpr): 
 
 
 @triton.jit
+def _stored(values, CACHED: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CACHED:
+        return only_finite(values, DTYPE)
+    return values.to(DTYPE)
+
+
+@triton.jit
 def _rotate_heads(  # type: ignore[no-untyped-def]
     source, head_stride, part_stride, weight, eps, cos, sin, target, num_heads, first_head,
     PARTS: tl.constexpr, NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """`source` and `target` point at one row's heads. Dimension i turns with dimension ROTARY // 2 + i, so that a head
-    is read as two halves, and the rest where it isn't all rotated."""
+    """`source` and `target` (the cache's, if CACHED) point at one row's heads. Dimension i turns with dimension
+    ROTARY // 2 + i, so that a head is read as two halves, and the rest where it isn't all rotated."""
     HALF: tl.constexpr = ROTARY // 2
     DTYPE: tl.constexpr = target.dtype.element_ty
     head = first_head + tl.arange(0, BLOCK_H)
@@ -61,11 +69,11 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     c = tl.load(cos + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
     out = target + head[:, None] * HEAD_DIM
-    tl.store(out + half[None, :], (first * c - second * s).to(DTYPE), mask=here)
-    tl.store(out + HALF + half[None, :], (second * c + first * s).to(DTYPE), mask=here)
+    tl.store(out + half[None, :], _stored(first * c - second * s, CACHED, DTYPE), mask=here)
+    tl.store(out + HALF + half[None, :], _stored(second * c + first * s, CACHED, DTYPE), mask=here)
     if ROTARY < HEAD_DIM:
         others = _normed(others, factor, weight + rest, in_rest, NORM, UNIT_OFFSET, DTYPE)
-        tl.store(out + rest[None, :], others.to(DTYPE), mask=rest_here)
+        tl.store(out + rest[None, :], _stored(others, CACHED, DTYPE), mask=rest_here)
 
 
 @triton.jit
@@ -90,7 +98,7 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         _rotate_heads(
             query + row * query_row_stride, query_head_stride, part_stride, query_weight, eps, cos_row, sin_row,
             out + row * (HEADS * HEAD_DIM), HEADS, part * BLOCK_H,
-            PARTS, NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+            PARTS, NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST, False,
         )  # fmt: skip
     else:
         first_head = (part - QUERY_PARTS) * BLOCK_H
@@ -98,14 +106,14 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         _rotate_heads(
             key + row * key_row_stride, key_head_stride, part_stride, key_weight, eps, cos_row, sin_row,
             key_cache + target, KV_HEADS, first_head,
-            PARTS, NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST,
+            PARTS, NORM, UNIT_OFFSET, HEAD_DIM, ROTARY, BLOCK_H, BLOCK_HALF, BLOCK_REST, True,
         )  # fmt: skip
         head = first_head + tl.arange(0, BLOCK_H)
         dim = tl.arange(0, BLOCK_D)
         here = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
         source = value + row * value_row_stride + head[:, None] * value_head_stride + dim[None, :]
         dtype = value_cache.dtype.element_ty
-        values = _load(source, part_stride, here, PARTS, dtype).to(dtype)
+        values = only_finite(_load(source, part_stride, here, PARTS, dtype), dtype)
         tl.store(value_cache + target + head[:, None] * HEAD_DIM + dim[None, :], values, mask=here)
 
 

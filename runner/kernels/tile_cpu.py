@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from runner.kernels._numba import BFLOAT
@@ -34,10 +34,9 @@ _BYTES = ir.IntType(8).as_pointer()
 
 
 def has_feature(name: str) -> bool:
-    """Of the machine that is compiled for."""
-    if numba.config.CPU_FEATURES is not None:
-        return f"+{name}" in numba.config.CPU_FEATURES.split(",")
-    return bool(llvmlite.binding.get_host_cpu_features().get(name))
+    """Of the machine that is compiled for, as Numba tells LLVM of it: an instruction that it lacks ends the process."""
+    configured = numba.config.CPU_FEATURES
+    return f"+{name}" in (get_host_cpu_features() if configured is None else configured).split(",")
 
 
 def has_dot_product() -> bool:

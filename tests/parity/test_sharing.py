@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models import embed
-from tests.parity.harness import Prompt
+from tests.parity.harness import Harness, Prompt
 from tests.parity.reference import sample
 from tests.parity.shelf import EngineShelf
 
@@ -193,3 +193,25 @@ def test_siblings_that_end_together_give_their_rows_back_once(shelf: EngineShelf
         harness.run()
         assert all(len(harness.tokens(number, choice)) == 4 for choice in range(n))
         assert harness.engine.stats().row_bytes == 0
+
+
+# --- what overflows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_a_row_that_overflows_is_nobody_else_s(shelf: EngineShelf, backend: str) -> None:
+    """The rows before it are in the same tile of attention, where a weight of zero hides no NaN; their blocks are those
+    of anybody whose prompt begins alike."""
+    harness = Harness(shelf.path("qwen3"), dtype="float16", block_size=BLOCK, attention_backend=backend)
+    decoder = harness.engine.model._decoder
+    assert decoder is not None
+    decoder.in_order[0].down.weight.data *= 20  # so that adding to the largest float16 gives infinity
+    shared = sample(shelf.path("qwen3"), 3 * BLOCK).ids
+    expected = harness.generate([*shared, 9], 8, salt="alone").tokens
+    largest = torch.full((2, harness.engine.model.hidden_size), torch.finfo(torch.float16).max)
+    largest[:, ::2] *= -1
+    harness.generate((shared, largest), 2)
+    answer = harness.generate([*shared, 9], 8)
+    assert answer.cached_tokens == 3 * BLOCK
+    assert answer.tokens == expected
+    assert all(bool(values.isfinite().all()) for values in harness.engine.device.cache.values)

@@ -35,6 +35,14 @@ def test_write_is_a_loop_over_rows(shape: tuple[int, int, int], layout: str) -> 
     assert torch.equal(key_cache, expected[0]) and torch.equal(value_cache, expected[1])
 
 
+def test_what_is_cached_is_finite() -> None:
+    key, value, key_cache, value_cache, cache_index = make_case(4, 2, 64, "merged", torch.float32)
+    key[1, 0, :3] = value[2, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    write_kv(key, value, key_cache, value_cache, cache_index)
+    for given, cache in ((key, key_cache), (value, value_cache)):
+        assert torch.equal(cache.view(-1, 2, 64)[cache_index], torch.where(given.isfinite(), given, 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["heads first", "merged", "only the key rotated"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,6 +56,15 @@ def test_write_kernel(
     there = [torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=triton_device).copy_(x) for x in (key, value)]
     write_kv_triton(there[0], there[1], keys, values, cache_index.to(triton_device))
     assert torch.equal(keys.cpu(), key_cache) and torch.equal(values.cpu(), value_cache)
+
+
+def test_what_a_kernel_caches_is_finite(triton_device: torch.device) -> None:
+    given = make_case(4, 2, 64, "only the key rotated", torch.float16)
+    given[0][1, 0, :3] = given[1][2, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf]).half()
+    keys, values = given[2].to(triton_device, copy=True), given[3].to(triton_device, copy=True)
+    write_kv_reference(*given)
+    write_kv_triton(given[0].to(triton_device), given[1].to(triton_device), keys, values, given[4].to(triton_device))
+    assert torch.equal(keys.cpu(), given[2]) and torch.equal(values.cpu(), given[3])
 
 
 def test_padding_lands_in_the_dummy_block_alone(triton_device: torch.device) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
+from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from runner.attention.backend import AttentionBatch
 from runner.attention.cpu_attention import CpuAttention
@@ -87,6 +87,20 @@ def test_layers_of_different_shapes_are_left_alone(tmp_path: Path) -> None:
     layer.mlp_norm = replace(layer.mlp_norm, eps=decoder.norm.eps)
     decoder.use_one_kernel()
     assert is_whole(decoder)
+
+
+def test_norms_of_two_kinds_are_left_alone(tmp_path: Path) -> None:
+    """Even in a model of one layer, whose shape has nothing to differ from."""
+    config = Qwen3Config(**{**SHARED, "num_hidden_layers": 1}, head_dim=32)
+    save(config, tmp_path)
+    model, _ = load(tmp_path, torch.bfloat16)
+    decoder = model._decoder
+    assert decoder is not None
+    layer = decoder.in_order[0]
+    assert layer.head_norm is not None
+    layer.head_norm = replace(layer.head_norm, unit_offset=not decoder.norm.unit_offset)
+    decoder.use_one_kernel()
+    assert not is_whole(decoder)
 
 
 def is_whole(decoder: Decoder) -> bool:

@@ -15,8 +15,11 @@ import torch
 
 numba = pytest.importorskip("numba", reason="a GPU's machine need not have it")
 
+from llvmlite.binding import FeatureMap  # noqa: E402
+
 from runner.kernels import kernel_cache  # noqa: E402
 from runner.kernels._numba import DTYPES, INT, Kernel, exp, fork, helper, kernel, narrow, rows, team, wide  # noqa: E402
+from runner.kernels.tile_cpu import has_feature  # noqa: E402
 
 
 @kernel
@@ -91,6 +94,15 @@ def test_processors_without_bfloat16(tmp_path: Path) -> None:
     """What the compiler has no instruction for must not become a call of a function that is not there."""
     machine = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
     run_apart(_ANOTHER_MACHINE, {**machine, "NUMBA_CACHE_DIR": str(tmp_path)})
+
+
+def test_instructions_that_numba_is_told_not_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process where it meets one that its target hasn't."""
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", None)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: FeatureMap(avx512bf16=True, fma=True))
+    assert has_feature("avx512bf16") and has_feature("fma") and not has_feature("avx")
+    monkeypatch.setattr(numba.config, "ENABLE_AVX", 0)
+    assert not has_feature("avx512bf16") and has_feature("fma")
 
 
 _FEWER_THREADS = """

@@ -96,6 +96,36 @@ def test_rope_on_the_cpu(case: Case, dtype: torch.dtype, threads: int) -> None:
     assert torch.equal(value_cache, values) and out.is_contiguous()
 
 
+BROKEN = torch.nan, torch.inf, -torch.inf, -torch.nan
+
+
+def broken_args() -> list[Tensor]:
+    """The keys' and the values' second head holds what isn't finite, its last value among it."""
+    args, _ = make_args(Case(3, 4, 2, 64, 32), torch.float16)
+    for rows in args[1], args[2]:
+        rows[1, 1, -len(BROKEN) :] = rows[1, 1, : len(BROKEN)] = torch.tensor(BROKEN).half()
+    return args
+
+
+def test_what_is_cached_is_finite(threads: int) -> None:
+    query, key, value, cos, sin, positions, key_cache, value_cache, index = broken_args()
+    rope_and_write(query, key, value, RopeTable(cos, sin), positions, key_cache, value_cache, index)
+    caches = [cache.view(-1, 2, 64)[index] for cache in (key_cache, value_cache)]
+    assert all(bool(cache.isfinite().all()) for cache in caches)
+    assert torch.equal(caches[1], torch.where(value.isfinite(), value, 0))
+    assert torch.equal(caches[0][..., 32:], torch.where(key.isfinite(), key, 0)[..., 32:])
+
+
+def test_what_a_kernel_caches_is_finite(triton_device: torch.device) -> None:
+    args = broken_args()
+    query, key, value, cos, sin, positions, key_cache, value_cache, index = args
+    rope_and_write_reference(query, key, value, RopeTable(cos, sin), positions, key_cache, value_cache, index)
+    query, key, value, cos, sin, positions, keys, values, index = (x.to(triton_device, copy=True) for x in args)
+    rope_and_write_triton(query, key, value, RopeTable(cos, sin), positions, keys, values, index)
+    assert torch.equal(keys.isfinite().cpu(), key_cache.isfinite()) and torch.equal(values.cpu(), value_cache)
+    torch.testing.assert_close(keys.cpu(), key_cache, rtol=2**-9, atol=4e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rope_kernel(case: Case, dtype: torch.dtype, triton_device: torch.device) -> None:
