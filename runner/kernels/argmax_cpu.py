@@ -1,8 +1,8 @@
 """The greedy choice on the CPU: the place of each row's highest value, of equal ones the lowest.
 
 Called by `kernels.gumbel`. torch's `argmax` takes several times as long, and wants a copy in float32 first. Values are
-compared by their bits as whole numbers in the same order, which is vectorised. A NaN is above all, as torch has it: what
-a mask has set to minus infinity isn't chosen where all else is NaN.
+compared by their bits as whole numbers in the same order, which is vectorised. A NaN is above all, as torch has it:
+what a mask has set to minus infinity isn't chosen where all else is NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECE = 512
 
 @intrinsic
 def _order(typingctx: Any, tag: Any, value: Any) -> Any:
-    """A stored value as a whole number of as many bits, in the same order; both zeros are 0, and every NaN the largest."""
+    """A stored value as a whole number of as many bits, in the same order; both zeros are 0, NaN is the largest."""
     number = types.int32 if tag == types.float32 else types.int16
     infinity = {types.float32: 0x7F800000, types.uint16: 0x7F80, types.int16: 0x7C00}[tag]
 
