@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from runner.attention.backend import AttentionBatch
@@ -325,12 +326,17 @@ _scratch = Scratch()
 ATTENTION = Kernel(_attend, "i" * 17 + "ff")
 
 
+def takes_head_size(dtype: torch.dtype, head_dim: int) -> bool:
+    """bfloat16 is multiplied by pairs."""
+    return dtype != torch.bfloat16 or head_dim % 2 == 0
+
+
 def attend_cpu(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, out: Tensor, *,
                num_entries: int, scale: float, window: int | None, softcap: float | None) -> None:  # fmt: skip
     """Fills the rows of the batch's first entries in `out`; each sees its sequence up to itself.
 
     Args:
-        query, out: [T, heads, head_dim], contiguous; an even head_dim.
+        query, out: [T, heads, head_dim], contiguous; see `takes_head_size`.
     """
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = query.shape[1]
@@ -343,4 +349,4 @@ def attend_cpu(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Att
     )  # fmt: skip
 
 
-__all__ = ["ATTENTION", "attend_cpu", "attend_tiles", "scratch_values"]
+__all__ = ["ATTENTION", "attend_cpu", "attend_tiles", "scratch_values", "takes_head_size"]

@@ -166,6 +166,8 @@ def whole_decoder(decoder: Decoder) -> WholeDecoder | None:
     linears = [getattr(layer, name) for layer in layers for name in _LINEARS]
     if not all(isinstance(linear, PackedLinear) and linear.is_own for linear in linears):
         return None
+    if not all(attention_cpu.takes_head_size(torch.bfloat16, layer.head_dim) for layer in layers):
+        return None
     norms = [norm for layer in layers for name in _NORMS if (norm := getattr(layer, name)) is not None]
     if len({(norm.eps, norm.unit_offset) for norm in [decoder.norm, *norms]}) != 1:
         return None

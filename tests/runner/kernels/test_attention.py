@@ -222,6 +222,14 @@ def test_attention_of_the_cpu(case: Case, dtype: torch.dtype, threads: int) -> N
     assert_close(out[: case.num_rows], dense(query, case, sequences), dtype)
 
 
+@pytest.mark.parametrize("head_dim", [15, 33])
+def test_odd_head_sizes_on_the_cpu(head_dim: int, threads: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        case = Case(MIXED, head_dim=head_dim, dtype=dtype, window=20, garbage="large")
+        query, batch, sequences = make_batch(case)
+        assert_close(run_on_cpu(query, batch, case), dense(query, case, sequences), dtype)
+
+
 def test_a_long_decode_is_shared_by_its_heads(threads: int) -> None:
     case = Case(((1, 2000), (1, 3)), heads=9, kv_heads=3, dtype=torch.bfloat16, garbage="nan")
     query, batch, sequences = make_batch(case)

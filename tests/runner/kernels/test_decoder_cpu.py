@@ -103,6 +103,17 @@ def test_norms_of_two_kinds_are_left_alone(tmp_path: Path) -> None:
     assert not is_whole(decoder)
 
 
+def test_odd_head_sizes_are_left_alone(tmp_path: Path) -> None:
+    """A partial rotation allows for them."""
+    save(CONFIGS["llama"], tmp_path)
+    model, _ = load(tmp_path, torch.bfloat16)
+    assert model._decoder is not None
+    for layer in model._decoder.in_order:
+        layer.head_dim = 15
+    model._decoder.use_one_kernel()
+    assert not is_whole(model._decoder)
+
+
 def is_whole(decoder: Decoder) -> bool:
     return decoder._whole is not None
 
