@@ -87,11 +87,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
         async for chunk in chunks:
             body.add(chunk)
             await body.keep_up()
-        if not body.has_files:
-            return await parse_body(body.view, request)
-        # Without the strings that have been taken out it is a small body, as a rule.
         value = await parse_body(body.view, request)
-        if len(body) > _IN_PLACE_BYTES:
+        # Without the strings that have been taken out it is a small body, as a rule.
+        if body.has_files and len(body) > _IN_PLACE_BYTES:
             await asyncio.to_thread(body.put_back, value)
         else:
             body.put_back(value)

@@ -157,3 +157,14 @@ def npy_file_of(
 ) -> bytes:
     size = len(header) if length is None else length
     return b"\x93NUMPY" + bytes(version) + struct.pack("<H" if version[0] == 1 else "<I", size) + header + values
+
+
+def cut(data: bytes, *sizes: int) -> list[bytes]:
+    """In pieces of these sizes in turn, until the last byte."""
+    pieces: list[bytes] = []
+    at = 0
+    while at < len(data):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(data[at : at + size])
+        at += size
+    return pieces

@@ -26,7 +26,7 @@ from server.pages import Pages
 from server.row_pieces import RowPieces, WholeDigest, threads
 from server.rows import Rows
 from tests.server import embedding_files as files
-from tests.server.embedding_files import TORCH_DTYPES
+from tests.server.embedding_files import TORCH_DTYPES, cut
 
 HIDDEN = 1000
 """A row is no power of two, and not a whole number of words of the cache."""
@@ -42,17 +42,6 @@ def arrive(chunks: Sequence[bytes], target: str = "bfloat16", max_rows: int = RO
         return await file.rows(max_rows)
 
     return asyncio.run(run())
-
-
-def cut(data: bytes, *sizes: int) -> list[bytes]:
-    """In pieces of these sizes in turn, until the last byte."""
-    pieces: list[bytes] = []
-    at = 0
-    while at < len(data):
-        size = sizes[len(pieces) % len(sizes)]
-        pieces.append(data[at : at + size])
-        at += size
-    return pieces
 
 
 def npy(tensor: torch.Tensor) -> bytes:

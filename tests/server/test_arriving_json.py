@@ -24,6 +24,7 @@ from server.body import parse_large
 from server.embeddings import decode_base64_embedding
 from server.errors import InvalidRequest
 from server.rows import Rows
+from tests.server.embedding_files import cut
 
 HIDDEN = 512
 FILE = safetensors.numpy.save({"rows": np.random.default_rng(1).standard_normal((2000, HIDDEN), np.float32)})
@@ -42,16 +43,6 @@ class Kept(ArrivingFile):
     def add(self, chunk: bytes | memoryview) -> None:
         self.data += chunk
         super().add(chunk)
-
-
-def cut(data: bytes, *sizes: int) -> list[bytes]:
-    chunks: list[bytes] = []
-    at = 0
-    while at < len(data):
-        size = sizes[len(chunks) % len(sizes)]
-        chunks.append(data[at : at + size])
-        at += size
-    return chunks
 
 
 def arrive(chunks: Sequence[bytes]) -> tuple[dict[str, Any], ArrivingJson]:

@@ -6,6 +6,7 @@ import mmap
 import random
 import re
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,11 @@ def resident() -> int:
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
+
+
+def is_unmapped(address: int) -> bool:
+    spans = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return not any(int(first, 16) <= address < int(last, 16) for first, last in spans)
 
 
 @pytest.mark.parametrize("size", [0, 1, SMALL_BYTES, SMALL_BYTES + 1, 5 * MIB + 3])
@@ -137,12 +143,12 @@ def test_where_pages_do_not_go_in_pieces_they_go_at_once(monkeypatch: pytest.Mon
         raise OSError
 
     monkeypatch.setattr(Pages, "madvise", refuse)
-    before = resident()
     for _ in range(3):
         pages = Pages(48 * MIB)
-        pages[:] = b"x" * len(pages)
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        assert not is_unmapped(address)
         del pages
-        eventually(lambda: resident() < before + 40 * MIB)  # the system may bring others' pages back meanwhile
+        eventually(partial(is_unmapped, address))
 
 
 def test_what_the_collector_finds_does_not_end_the_thread() -> None:

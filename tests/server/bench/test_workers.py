@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from server.bench.jobs import Job, Outcome
 from server.bench.prompt_files import StoredPrompt, StoredPrompts
 from server.bench.summary import summarise
 from server.bench.workers import ClientProcesses, LoadError, Progress
-from server.bench.workloads import Common
+from server.bench.workloads import Common, Prepared
 from tests.server.bench.scripted_http import (
     DONE,
     LAST_CHUNK,
@@ -56,6 +57,18 @@ def job(target: Target, prompts: int, **options: object) -> Job:
 def prompt_of(exchange: Exchange) -> list[int]:
     prompt: list[int] = json.loads(exchange.body)["prompt"]
     return prompt
+
+
+@dataclass(frozen=True)
+class Noted(StoredPrompts):
+    """Notes when a request is prepared. (What it warms up with is another workload's.)"""
+
+    file: str = ""
+
+    def prepare(self, index: int) -> Prepared:
+        with open(self.file, "a") as file:
+            file.write(f"{time.perf_counter()}\n")
+        return super().prepare(index)
 
 
 async def answer(exchange: Exchange) -> None:
@@ -112,6 +125,16 @@ def test_closed_loop(clients: ClientProcesses) -> None:
     starts = [record.start for record in outcome.records]
     assert starts == sorted(starts)
     assert seen and seen[-1].sent <= 31
+
+
+def test_what_requests_share_is_made_before_the_first_is_sent(clients: ClientProcesses, tmp_path: Path) -> None:
+    """The first `prepare` of a process makes it, and it may take as long as an answer."""
+    prompts = tuple(StoredPrompt(ids=(100 + n,)) for n in range(8))
+    workload = Noted(Common("m", TOKENS), prompts, file=str(tmp_path / "times"))
+    outcome, _ = run(answer, lambda target: clients.run(replace(job(target, 8, warmup=2), workload=workload)))
+    times = sorted(map(float, (tmp_path / "times").read_text().splitlines()))
+    assert len(times) == 2 + 8
+    assert times[1] < min(record.start for record in outcome.records)
 
 
 def test_open_loop(clients: ClientProcesses) -> None:
