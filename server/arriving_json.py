@@ -137,7 +137,6 @@ class ArrivingJson:
         self._string.add(text)
         self._json = Gathered()
         self._json.add(head + name.encode())
-        self._mark = -1
         return True
 
     def put_back(self, value: dict[str, Any]) -> None:

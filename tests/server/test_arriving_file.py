@@ -379,3 +379,25 @@ def test_many_threads_make_one_digest() -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda index: digest.add(index, read(index), read), range(63, -1, -1)))
     assert digest.hexdigest() == hashlib.sha256(data).hexdigest()
+
+
+def test_of_threads_one_hashes_and_no_other_waits_for_it() -> None:
+    entered, release, hashed = threading.Event(), threading.Event(), list[bytes]()
+
+    class Slow:
+        def update(self, rows: memoryview) -> None:
+            entered.set()
+            release.wait(2)
+            hashed.append(bytes(rows))
+
+    digest = WholeDigest()
+    digest._hash = Slow()  # type: ignore[assignment]
+    pieces = [memoryview(b"first"), memoryview(b"second")]
+    thread = threading.Thread(target=digest.add, args=(0, pieces[0], pieces.__getitem__))
+    thread.start()
+    assert entered.wait(10)
+    digest.add(1, pieces[1], pieces.__getitem__)
+    assert hashed == []
+    release.set()
+    thread.join(10)
+    assert hashed == [b"first", b"second"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import socket
@@ -14,9 +15,12 @@ import pytest
 import safetensors.numpy
 
 from runner.messages import Span
+from server.arriving_file import ArrivingFile
+from server.arriving_json import ArrivingJson
 from tests.models import HIDDEN_SIZE
 from tests.server.completion_calls import embedding
 from tests.server.conftest import StartServer
+from tests.server.embedding_files import cut
 from tests.server.fakes import Api, FakeEngine, StoreHarness, ids_of, say, services
 from tests.server.harness import ServerProcess, eventually
 
@@ -260,3 +264,51 @@ def test_a_server_that_takes_no_embeddings_decodes_none() -> None:
         client = Api(services(FakeEngine(say("x")), enable_prompt_embeds=takes))
         response = client.post(COMPLETIONS, content=pieces(), headers=JSON)
         assert (response.status_code, message in response.text) == (400, True), response.text
+
+
+@pytest.mark.parametrize("kind", ["json", "multipart", "upload"])
+def test_a_body_of_any_form_waits_for_the_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of its chunks; how long is said by `ArrivingFile.keep_up`."""
+    come, asked = 0, []
+
+    async def keep_up(self: ArrivingFile) -> None:
+        asked.append(come)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal come
+        for piece in cut(body, 50_000):
+            come += len(piece)
+            yield piece
+
+    rows = payload(10_000)
+    inline = {"prompt_embeds": base64.b64encode(rows).decode(), "max_tokens": 1}
+    path, content_type, body = {
+        "json": (COMPLETIONS, "application/json", json.dumps(inline).encode()),
+        "multipart": (COMPLETIONS, CONTENT_TYPE, form({"prompt": [field("a")]}, rows)),
+        "upload": ("/v1/prompt_embeds", "application/octet-stream", rows),
+    }[kind]
+    monkeypatch.setattr(ArrivingFile, "keep_up", keep_up)
+    client = Api(services(FakeEngine(say("x")), stored=StoreHarness().stored))
+    client.post(path, content=pieces(), headers={"Content-Type": content_type})
+    assert come == len(body)
+    assert set(range(200_000, come, 50_000)) <= set(asked)
+
+
+def test_nothing_is_held_of_a_refused_body_while_its_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    come, closed = 0, []
+    plain = ArrivingJson.close
+
+    def close(self: ArrivingJson) -> None:
+        closed.append(come)
+        plain(self)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal come
+        for piece in (b'{"prompt_embeds": "', b"A" * 100_000, b"not base64", b"A" * 1000, b'"}'):
+            come += 1
+            yield piece
+
+    monkeypatch.setattr(ArrivingJson, "close", close)
+    client = Api(services(FakeEngine(say("x"))))
+    assert client.post(COMPLETIONS, content=pieces(), headers=JSON).status_code == 400
+    assert (come, closed) == (5, [3])
