@@ -46,7 +46,7 @@ class Pages(mmap.mmap):
 
     def __new__(cls, size: int) -> Self:
         """Raises MemoryError."""
-        _freeing.start()
+        start_freeing()
         try:
             return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
@@ -81,7 +81,7 @@ class SharedView(mmap.mmap):
     """A file in memory, for reading."""
 
     def __new__(cls, descriptor: int, size: int) -> Self:
-        _freeing.start()
+        start_freeing()
         return super().__new__(cls, descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
     def __del__(self) -> None:
@@ -129,9 +129,13 @@ def _free(freed: Pages | SharedView | int) -> None:
 _freeing = _Freeing()
 
 
-def close_later(descriptor: int) -> None:
-    """Of a file in memory: with the last descriptor its pages go, which takes milliseconds."""
+def start_freeing() -> None:
+    """Where what is freed later is made: its destructor may run when no thread can be started any more."""
     _freeing.start()
+
+
+def close_later(descriptor: int) -> None:
+    """Of a file in memory: with the last descriptor its pages go, which takes milliseconds. From a destructor."""
     _freeing.take(descriptor)
 
 

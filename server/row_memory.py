@@ -16,7 +16,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from runner.messages import SHARED_PROBE, SharedRows
-from server.pages import SMALL_BYTES, SharedView, allocate, close_later
+from server.pages import SMALL_BYTES, SharedView, allocate, close_later, start_freeing
 
 Run = memoryview | bytearray
 _MAX_RUNS = 1024
@@ -97,6 +97,7 @@ class SharedMemory:
 
     def __init__(self, size: int) -> None:
         """Takes no memory before it is written to. Raises OSError."""
+        start_freeing()
         self._size = size
         self._descriptor = os.memfd_create("intarsia-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, size)

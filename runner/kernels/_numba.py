@@ -14,16 +14,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.caching import NullCache
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -50,6 +53,21 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 BFLOAT = _BFloat()
+
+_FLOAT16 = {"x86_64": "avx512fp16", "aarch64": "fullfp16"}
+"""The instructions that compute in float16."""
+
+
+def _leave_out_float16() -> None:
+    """Where a processor computes in float16, LLVM does so with what is rounded to it in between, and fuses that: the
+    kernels would no longer do what torch does. Elsewhere it computes in float32, as is meant. To be called before
+    anything is compiled."""
+    name = _FLOAT16.get(platform.machine())
+    if name is not None and numba.config.CPU_FEATURES is None:
+        numba.config.CPU_FEATURES = ",".join(filter(None, (get_host_cpu_features(), f"-{name}")))
+
+
+_leave_out_float16()
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be taken in any order; infinities and NaN stay what they are."""

@@ -101,7 +101,8 @@ def test_it_is_given_back_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     madvise = Pages.madvise
 
     def note(self: Pages, option: int, start: int, length: int) -> None:
-        given.append((start, length))
+        if len(self) == 13 * MIB + 5:  # and not what other tests have left
+            given.append((start, length))
         madvise(self, option, start, length)
 
     monkeypatch.setattr(Pages, "madvise", note)

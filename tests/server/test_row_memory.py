@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from weakref import WeakSet
 
@@ -27,6 +29,12 @@ def filled() -> tuple[SharedMemory, bytes]:
         part = memoryview(data)[start : start + 100_000]
         memory.write(start, [part[:30_000], bytearray(part[30_000:])])
     return memory, data
+
+
+def test_a_process_ends_that_still_has_some() -> None:
+    # In a cycle: what finds it is the interpreter's last collection, when no thread can be started any more.
+    program = "from server.row_memory import SharedMemory; memory = SharedMemory(5); memory.itself = memory"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def mapped() -> str:

@@ -74,4 +74,5 @@ def test_padding_lands_in_the_dummy_block_alone(triton_device: torch.device) -> 
     zeros = torch.zeros(6, dtype=torch.int64, device=triton_device)
     write_kv_triton(key.to(triton_device), value.to(triton_device), *caches, zeros)
     assert torch.equal(caches[0][1:].cpu(), before)
-    assert any(torch.equal(caches[0][0, 0].cpu(), row) for row in key)
+    # Which row's, they don't agree upon: on a GPU each value is of one of them.
+    assert bool((caches[0][0, 0].cpu() == key).any(0).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -94,6 +95,32 @@ def test_processors_without_bfloat16(tmp_path: Path) -> None:
     """What the compiler has no instruction for must not become a call of a function that is not there."""
     machine = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
     run_apart(_ANOTHER_MACHINE, {**machine, "NUMBA_CACHE_DIR": str(tmp_path)})
+
+
+_FLOAT16 = """
+import re
+from unittest.mock import patch
+
+import numba
+
+numba.config.CPU_NAME = "sapphirerapids"
+with patch("numba.core.codegen.get_host_cpu_features", lambda: "+avx,+avx2,+fma,+f16c,+avx512f,+avx512fp16"):
+    from runner.kernels._numba import narrow, wide
+
+@numba.njit(fastmath=True)
+def fused(tag, x, y, z):
+    return narrow(tag, wide(narrow(tag, wide(x) * wide(y))) + wide(z))
+
+fused.compile((numba.types.int16,) * 4)
+(code,) = fused.inspect_asm().values()
+assert "vcvtps2ph" in code and not re.search(r"\\bv[a-z0-9]+[sp]h\\b", code.replace("vcvtps2ph", "")), code
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of one kind of processor")
+def test_float16_is_computed_in_float32(tmp_path: Path) -> None:
+    """A processor that has instructions for it would round once where torch rounds twice."""
+    run_apart(_FLOAT16, {"NUMBA_CACHE_DIR": str(tmp_path)})
 
 
 def test_instructions_that_numba_is_told_not_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
