@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from runner.kernels.admit import HEADER
 from runner.kernels.prepare import NEW_BLOCKS, SLOTS, STARTS
 from runner.model import Model
+from runner.row_copies import copy_rows
 from runner.sampling_state import pack
 from runner.step import Admission, Step
 from runner.stream import Event
@@ -54,7 +55,7 @@ class Staging:
         """Writes a step down; returns how many words of it there are."""
         self._fill_record(step)
         for row, rows in step.embedding_runs:
-            self._row_bytes[row : row + len(rows)] = rows
+            copy_rows(self._row_bytes[row : row + len(rows)], rows)
         end = self._record.size + len(step.admissions) * HEADER
         for i, admission in enumerate(step.admissions):
             end = self._fill_admission(admission, self._record.size + i * HEADER, end)

@@ -2,8 +2,8 @@
 rest is still to come. Filled by `multipart` and `request_body`, read by `inputs`.
 
 Files begin with a header that says where the values are (safetensors, .npy): once that is there, each piece of rows is
-made by a thread as soon as its last byte has come. What is small, or has no such header, or is not right, is gathered
-and judged as a whole by `embeddings`, at the end.
+made as soon as its last byte has come: by a thread, or, the last one, at once. What is small, or has no such header, or
+is not right, is gathered and judged as a whole by `embeddings`, at the end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from server.rows import Rows
 _SMALL_RUN = 4096
 """A parser that finds something like a boundary everywhere gives a body out by a few bytes: these are put together."""
 
-_AHEAD_PIECES = 16
-"""8 MiB that have come and that no thread has begun: then the rest of the body waits, in the client. What is further
-ahead would take memory that has to be asked for, and be out of the cache when its turn comes."""
+_AHEAD_PIECES = 8
+"""So many have come, 8 MiB of a long body, and no thread has begun them: then the rest waits, in the client. What is
+further ahead would take memory that has to be asked for, and be out of the cache when its turn comes."""
 
 _Waiting = dict[int, tuple[RowPieces, list[Run]]]
 """The pieces that have come and that no thread has begun, by their number."""
@@ -132,8 +132,11 @@ class _ArrivingValues:
 
     def _make(self) -> None:
         runs, self._runs = self._runs, []
-        self._waiting[self._next] = self._pieces, runs
-        self._made.append(threads().submit(_make_waiting, self._waiting, self._next))
+        if self._come == self._size:  # nothing is left to receive meanwhile: sooner done than a thread has woken up
+            self._pieces.make(self._next, runs)
+        else:
+            self._waiting[self._next] = self._pieces, runs
+            self._made.append(threads().submit(_make_waiting, self._waiting, self._next))
         self._next += 1
 
     async def keep_up(self) -> None:
@@ -144,9 +147,10 @@ class _ArrivingValues:
         if self._come != self._size:
             raise EmbeddingError(self._layout.wrong_size(self._size, self._come))
         # Not before the end: each of them would wake the event loop, which has a body to receive.
-        await asyncio.gather(*(asyncio.wrap_future(each) for each in self._made if not each.done()))
         for each in self._made:
-            each.result()  # what went wrong in those that were done before
+            if not each.done():
+                await asyncio.wrap_future(each)
+            each.result()
         note_decoding(self._pieces.seconds)
         return self._pieces.rows()
 

@@ -1,4 +1,4 @@
-"""The rows of one embedding, made in pieces of about half a megabyte: checked, cast to the model's dtype, hashed, and
+"""The rows of one embedding, made in pieces of half a megabyte to one: checked, cast to the model's dtype, hashed, and
 put into memory that the runner can read. Pieces are made by a few threads, in any order, those of a body while the rest
 of it is still on its way. Called by `embeddings` and `arriving_file`.
 """
@@ -19,13 +19,15 @@ from server.errors import Unavailable
 from server.file_tensor import ITEM_BYTES, EmbeddingError
 from server.pages import discard
 from server.row_memory import RowMemory, Run, SharedMemory, row_memory
-from server.row_values import MAX_GROUP_ROWS, cast_rows, row_digests
+from server.row_values import cast_rows, max_group_rows, row_digests
 from server.rows import Rows
 
-PIECE_BYTES = 512 * 1024
-"""The last one is made after the last byte has come: half a millisecond."""
-_THREADS = 4
-"""What one core receives, two hash."""
+_PIECE_BYTES = 512 * 1024
+"""The last piece is made after the last byte has come: half a millisecond, or a whole one of a long body."""
+_LARGE_PIECE_BYTES = 1024 * 1024
+"""Of a long body more together: threads that ask for the interpreter's lock less often hinder each other less."""
+_THREADS = 2
+"""A third one would only wait for the interpreter's lock."""
 
 _processes = 1
 
@@ -61,9 +63,10 @@ class RowPieces:
         """Of a row in the file."""
         self._row_bytes = hidden_size * ITEM_BYTES[target]
         self._num_rows, self._hidden_size, self._source, self._target = num_rows, hidden_size, source, target
-        groups = max(1, PIECE_BYTES // (MAX_GROUP_ROWS * self.source_bytes))
-        # Whole groups of any size, so that a row's digest doesn't depend on how the file was cut.
-        self.rows_per_piece = groups * MAX_GROUP_ROWS
+        # Whole groups, so that a row's digest doesn't depend on how the file was cut.
+        group = max_group_rows(self._row_bytes)
+        piece = min(max(_PIECE_BYTES, num_rows * self.source_bytes // 4), _LARGE_PIECE_BYTES)
+        self.rows_per_piece = group * max(1, piece // (group * self.source_bytes))
         self.count = -(-num_rows // self.rows_per_piece)
         try:
             self._memory: RowMemory = row_memory(num_rows * self._row_bytes)
@@ -85,8 +88,8 @@ class RowPieces:
     def make(self, index: int, values: Sequence[Run]) -> None:
         """`values`: the piece's bytes, in one or several runs. What is wrong with them, or that there is no memory,
         is told by `rows`."""
-        if self._refusals or self._has_no_memory:
-            return
+        if min(self._refusals, default=index) < index or self._has_no_memory:
+            return  # the first one that is wrong is told
         started = time.perf_counter()
         first_row = index * self.rows_per_piece
         try:
@@ -214,7 +217,7 @@ def _buffer(name: str, size: int) -> memoryview:
     again each time."""
     buffer: memoryview | None = getattr(_local, name, None)
     if buffer is None or len(buffer) < size:
-        buffer = np.empty(max(size, PIECE_BYTES), np.uint8).data
+        buffer = np.empty(max(size, _PIECE_BYTES), np.uint8).data
         setattr(_local, name, buffer)
     return buffer[:size]
 

@@ -22,14 +22,14 @@ Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 20
 
-_GROUP_BYTES = 4096
-"""Hashed in one call where an embedding begins, at least: a call takes as long as hashing a kilobyte does."""
-_LARGE_GROUP_BYTES = 128 * 1024
+_FIRST_GROUP_ROWS = 16
+"""Hashed in one call where an embedding begins: as many as a block of the prefix cache has, by default."""
+_GROUP_BYTES = 256 * 1024
 """And at most. A call gives up the GIL for two kilobytes and more, and has to get it back for the next one: beside an
-event loop that receives, a thread that hashes four kilobytes at a time waits most of its time."""
-MAX_GROUP_ROWS = 64
-_GROUPS_BEFORE = 16
-"""A group has at most one row for so many before it."""
+event loop that receives, a thread that hashes little at a time waits most of its time."""
+_GROUP_ROWS = 128
+_GROUPS_BEFORE = 4
+"""A group but the first ones has at most one row for so many before it."""
 
 _INFINITY = {"float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
 """The bits of +Inf. Without its sign bit, every finite value's pattern is below it and every NaN's above it."""
@@ -92,8 +92,8 @@ def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
 
     Rows are hashed some together, fewer where an embedding begins, and a row's digest is that of its group with its
     place in the group. Which rows are a group follows from their places in the embedding alone: two embeddings that
-    begin alike share the cache up to the last whole group that they have in common, and no group has more than a
-    sixteenth of what is before it (or what `_GROUP_BYTES` says). Rows that differ never have the same digests.
+    begin alike share the cache up to the last whole group that they have in common, and no group but the first ones
+    has more than a quarter of what is before it. Rows that differ never have the same digests.
 
     BLAKE3 cut to 16 bytes: it hashes a tree, several kilobytes side by side. By 128 KiB, 64 MiB took 11 ms, sha256 38
     on a CPU with instructions for it, and blake2b(digest_size=16) 75.
@@ -120,9 +120,18 @@ def row_digests(data: memoryview, row_bytes: int, first_row: int = 0) -> bytes:
 def group_rows(row: int, row_bytes: int) -> int:
     """How many rows are hashed in one call from this one on: a power of two that `row` is a multiple of, where the
     groups before it have been such."""
-    size = 1 if row_bytes >= _GROUP_BYTES else 2 if 2 * row_bytes >= _GROUP_BYTES else 4
-    while size < MAX_GROUP_ROWS and 2 * size * _GROUPS_BEFORE <= row and 2 * size * row_bytes <= _LARGE_GROUP_BYTES:
+    most = max_group_rows(row_bytes)
+    size = min(_FIRST_GROUP_ROWS, most)
+    while size < most and 2 * size * _GROUPS_BEFORE <= row:
         size *= 2
+    return size
+
+
+def max_group_rows(row_bytes: int) -> int:
+    """Of any group of such rows."""
+    size = _GROUP_ROWS
+    while size > 1 and size * row_bytes > _GROUP_BYTES:
+        size //= 2
     return size
 
 

@@ -26,14 +26,12 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 def digests(data: bytes, row_bytes: int) -> bytes:
-    """What `row_values.row_digests` promises: rows are hashed by fours below 2 KiB, by twos below 4, by more where that
-    is at most a sixteenth of what is before them, 64 rows and 128 KiB; and the last byte counts them."""
+    """What `row_values.row_digests` promises: rows are hashed by sixteen, by more where that is at most a quarter of
+    what is before them, by no more than 128 and than 256 KiB have; and the last byte counts them."""
     found, first, count = [], 0, len(data) // row_bytes
     while first < count:
-        least = 4 if row_bytes < 2048 else 2 if row_bytes < 4096 else 1
-        sizes = [1 << power for power in range(7)]
-        most = max((n for n in sizes if 16 * n <= first and n * row_bytes <= 1 << 17), default=1)
-        together = min(max(least, most), count - first)
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n == 1 or n * row_bytes <= 1 << 18]
+        together = min(max(n for n in sizes if n <= 16 or 4 * n <= first), count - first)
         whole = blake3(data[first * row_bytes : (first + together) * row_bytes]).digest()[:16]
         found += [whole[:15] + bytes([whole[15] ^ place]) for place in range(together)]
         first += together

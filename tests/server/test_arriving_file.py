@@ -200,7 +200,8 @@ def test_what_is_refused_later_is_not_made(
     busy: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its pieces are queued; their memory is gone while the threads are still busy and the error is held."""
+    """Its pieces but the last are queued; their memory is gone while the threads are still busy and the error is
+    held."""
     made: list[int] = []
     errors: list[BaseException | None] = []
     monkeypatch.setattr(RowPieces, "make", lambda self, index, values: made.append(index))
@@ -222,7 +223,7 @@ def test_what_is_refused_later_is_not_made(
     payload = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN, dtype="bfloat16")})
     assert [each() for each in asyncio.run(run())] == [None] * 9
     busy()
-    assert not made
+    assert made == [4]
 
 
 @pytest.mark.parametrize(
@@ -310,11 +311,11 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_body_waits_for_threads_that_are_behind(busy: Callable[[], None]) -> None:
     """What has come and is not begun is bounded, whatever the body's size; and none of it is lost."""
-    count, size = 40, 1 << 19
-    payload = safetensors.torch.save({"a": files.rows(count * 256, 1024, dtype="bfloat16")})
+    count, size = 20, 1 << 20
+    payload = safetensors.torch.save({"a": files.rows(count * 512, 1024, dtype="bfloat16")})
 
     async def run() -> Rows:
-        file = ArrivingFile(1024, "bfloat16", count * 256)
+        file = ArrivingFile(1024, "bfloat16", count * 512)
         received = 0
 
         async def receive() -> None:
@@ -330,7 +331,7 @@ def test_a_body_waits_for_threads_that_are_behind(busy: Callable[[], None]) -> N
         assert arriving_file._AHEAD_PIECES * size < received <= (arriving_file._AHEAD_PIECES + 2) * size
         busy()
         await receiving
-        return await file.rows(count * 256)
+        return await file.rows(count * 512)
 
     assert bytes(asyncio.run(run()).data) == payload[-count * size :]
 

@@ -1,0 +1,42 @@
+"""Embedding rows copied by several threads where they are many: a prompt's first step waits for them, and the device
+with it. Called by `staging`.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+_THREADS = 4
+_PART_BYTES = 640 * 1024
+"""What is less is copied before another thread has woken up."""
+
+
+def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+    """target, source: [n, bytes of a row]. Returns when all are there."""
+    parts = min(_cores() // 2, _THREADS, source.nbytes // _PART_BYTES)
+    if parts < 2:
+        target[:] = source
+        return
+    first, *others = pairwise(len(source) * part // parts for part in range(parts + 1))
+    # Numpy copies without the interpreter's lock.
+    copies = [_pool().submit(target[start:end].__setitem__, slice(None), source[start:end]) for start, end in others]
+    target[slice(*first)] = source[slice(*first)]
+    for copy in copies:
+        copy.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS - 1, thread_name_prefix="copies")
+
+
+@cache
+def _cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

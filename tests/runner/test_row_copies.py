@@ -1,0 +1,40 @@
+"""Rows that several threads copy are the rows, whatever their number."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from runner import row_copies
+from runner.row_copies import copy_rows
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 16])
+@pytest.mark.parametrize("rows", [1, 3, 1023, 2048, 5003])
+def test_every_row_is_copied_once(rows: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_copies, "_cores", lambda: cores)
+    source = np.random.default_rng(rows).integers(0, 256, (rows, 1024), np.uint8)
+    source.flags.writeable = False  # as mapped rows are
+    target = np.zeros((rows + 2, 1024), np.uint8)
+    copy_rows(target[1:-1], source)
+    assert np.array_equal(target[1:-1], source) and not target[[0, -1]].any()
+
+
+@pytest.mark.parametrize(("mib", "cores", "threads"), [(1, 16, 1), (2, 16, 3), (9, 16, 4), (9, 4, 2), (9, 2, 1)])
+def test_threads_are_for_many_rows_and_cores(
+    mib: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_copies, "_cores", lambda: cores)
+    lengths = []
+
+    class Noting(np.ndarray):  # type: ignore[type-arg]
+        def __setitem__(self, key: object, value: object) -> None:
+            lengths.append((len(value), threading.current_thread()))  # type: ignore[arg-type]
+
+    copy_rows(np.zeros((8 * mib, MIB // 8), np.uint8).view(Noting), np.zeros((8 * mib, MIB // 8), np.uint8))
+    assert len(lengths) == threads and sum(length for length, _ in lengths) == 8 * mib
+    assert sum(thread is threading.current_thread() for _, thread in lengths) == 1
