@@ -132,8 +132,10 @@ class Engine:
         limits = choose_limits(config, max_positions(text_config), device)
         dtype = choose_dtype(config, text_config)
         if device.type == "cpu":
-            from runner.kernels.cpu import compile_kernels
+            from runner.kernels.cpu import can_compile, compile_kernels
 
+            if not can_compile(dtype):
+                raise BadConfiguration("this processor can't convert float16: use --dtype bfloat16 or float32")
             compile_kernels(dtype, progress)
         progress(f"loading the weights of {path}")
         model, backend = load_checked(config, path, device, dtype, limits.max_model_len)

@@ -5,6 +5,7 @@ Called by `Engine.load`.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,12 @@ from runner.kernels.decoder_cpu import DECODER
 from runner.kernels.packed_linear_cpu import PACKED_LINEAR, is_fastest
 from runner.kernels.rms_norm_cpu import RMS_NORM
 from runner.kernels.rope_cpu import ROPE
+from runner.kernels.tile_cpu import has_feature
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Without an instruction that converts float16, LLVM calls a function that is not there, and ends the process."""
+    return dtype != torch.float16 or platform.machine() != "x86_64" or has_feature("f16c")
 
 
 def compile_kernels(dtype: torch.dtype, progress: Callable[[str], None] = lambda stage: None) -> None:

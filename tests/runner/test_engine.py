@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,13 @@ def test_loading_says_how_far_it_is(path: Path) -> None:
     Engine.load(config, lambda worker, output: None, stages.append)
     assert len(stages) >= 2
     assert str(path) in stages[0]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="others convert float16, all of them")
+def test_float16_needs_a_processor_that_converts_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.kernels.cpu.has_feature", lambda name: name != "f16c")
+    with pytest.raises(BadConfiguration, match="--dtype bfloat16 or float32"):
+        load(path, dtype="float16", max_num_seqs=2)
 
 
 def test_readers_are_shielded_from_long_prompts_unless_the_operator_says_otherwise(path: Path) -> None:

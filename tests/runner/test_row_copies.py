@@ -31,7 +31,7 @@ def test_threads_are_for_many_rows_and_cores(
     monkeypatch.setattr(row_copies, "_cores", lambda: cores)
     lengths = []
 
-    class Noting(np.ndarray):  # type: ignore[type-arg]
+    class Noting(np.ndarray):
         def __setitem__(self, key: object, value: object) -> None:
             lengths.append((len(value), threading.current_thread()))  # type: ignore[arg-type]
 
