@@ -7,6 +7,9 @@
 #   PIP_ARGS more arguments for pip                                       make install PIP_ARGS="--index-url https://…"
 #   MINUTES  how long `make soak` runs                                make soak MINUTES=60
 #   ARGS     more arguments for what the target starts                    make serve ARGS="--port 8123"
+#   WORKERS  processes that `make test` runs the tests in; 0: all in pytest's own. Two where everything is tested, none
+#            where ARGS say what is (-s and --pdb then work) or there is a GPU, which tests want to themselves
+#                                                                         make test ARGS=tests/server WORKERS=2
 #   ENGINE   docker or podman                                             make docker-test ENGINE=podman
 #   BUILD_ARGS more arguments for its build                               make docker-image BUILD_ARGS="--no-cache"
 
@@ -19,6 +22,7 @@ VENV_DOCKER ?= .venv-docker
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS     ?=
+WORKERS  ?= $(if $(ARGS)$(wildcard /dev/nvidiactl),0,2)
 MINUTES  ?= 10
 BUILD_ARGS ?=
 # podman rather than a docker that is podman behind another name: that one would not run health checks.
@@ -28,6 +32,8 @@ TARGET   ?= cpu
 # All paths are relative, so that a checkout may lie below a folder with a space in its name.
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STAMP := $(if $(VENV),$(VENV)/.installed,)
+# A file's tests share servers and stay in one process.
+pytest = -m pytest --numprocesses $(WORKERS) --dist loadfile
 pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
@@ -55,7 +61,7 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS="MODEL --port
 	$(PY) -m server.cli serve $(ARGS)
 
 test: $(STAMP) ## run the tests; long ones as a seeded subset (ARGS="-k name")
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(pytest) $(ARGS)
 
 # The other end of the range of transformers; set TORCH=torch==2.11.0 to move torch to its end as well.
 $(VENV_MIN)/.installed: pyproject.toml constraints.txt
@@ -67,7 +73,7 @@ $(VENV_MIN)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-min: $(VENV_MIN)/.installed ## run the tests with the oldest supported transformers, in .venv-min
-	$(VENV_MIN)/bin/python -m pytest $(ARGS)
+	$(VENV_MIN)/bin/python $(pytest) $(ARGS)
 
 matrix: $(STAMP) ## run the whole parity matrix (long)
 	$(PY) -m pytest --long tests/parity $(ARGS)

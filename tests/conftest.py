@@ -7,6 +7,7 @@ the whole parity matrix and full-length fuzzing instead of a seeded subset; a te
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -119,4 +120,7 @@ def default_model(cache_home: Path) -> Path:
     """The folder of the embedded default model (SmolLM2-135M-Instruct, bf16)."""
     from runner.default_model import default_model_path
 
-    return default_model_path()
+    # Workers that need it at once would each convert it.
+    with open(cache_home / "default-model.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return default_model_path()

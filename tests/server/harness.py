@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -26,12 +27,20 @@ from tests.server.scripted_runner import Script
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+PORTS = itertools.cycle(range(10_000, 32_000))  # below what Linux hands out
+"""Where this process looks for a port next: each begins elsewhere."""
+next(itertools.islice(PORTS, os.getpid() * 7_919 % 22_000, None))
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on. Not one that the system hands out: those go to the next client as well, and a
+    server takes a second to listen. Not one of another test process's on this machine, most likely."""
+    for _ in range(100):
+        port = next(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of 100 ports up to {port} is free")
 
 
 def eventually(probe: Callable[[], T], seconds: float = 20.0) -> T:
