@@ -21,6 +21,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tiny models gain nothing from a second thread, and OpenMP's threads spin at their barriers: where several processes
 # share two cores, a run of half a second takes a minute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Whom httpx trusts it reads anew for each client, for 20 ms, a hundred authorities that no test meets: here are none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # Kernels of the CPU, which take some seconds to compile, are kept from run to run.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "numba"))
 

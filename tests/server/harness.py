@@ -43,12 +43,12 @@ def free_port() -> int:
     raise OSError(f"none of 100 ports up to {port} is free")
 
 
-def eventually(probe: Callable[[], T], seconds: float = 20.0) -> T:
-    """The first true answer of `probe`; fails when there is none in time."""
+def eventually(probe: Callable[[], T], seconds: float = 20.0, *, pause: float = 0.02) -> T:
+    """The first true answer of `probe`, asked after every `pause`; fails when there is none in time."""
     deadline = time.monotonic() + seconds
     while not (answer := probe()):
         assert time.monotonic() < deadline, "this never became true"
-        time.sleep(0.02)
+        time.sleep(pause)
     return answer
 
 
@@ -135,7 +135,7 @@ class ServerProcess:
             assert self.process.poll() is None, f"the server exited with {self.process.returncode}: {self.stderr}"
             return self.status("/readyz") == 200
 
-        eventually(ready, 60)
+        eventually(ready, 90, pause=0.05)
         return self
 
     def signal(self, number: int) -> None:

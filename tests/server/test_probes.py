@@ -16,18 +16,18 @@ from tests.server.scripted_runner import REJECTED
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "its engine hangs"])
 def test_a_stalled_runner_is_noticed_and_may_come_back(start_server: StartServer, number: int) -> None:
-    server = start_server(ready_seconds=0.5, live_seconds=2.0).wait_ready()
+    server = start_server(ready_seconds=0.5, live_seconds=3.0).wait_ready()
     server.signal_runner(number)
-    eventually(lambda: server.status("/readyz") == 503, 3)
+    eventually(lambda: server.status("/readyz") == 503, 10)
     assert server.status("/livez") == 200
     with server.client() as client:
         assert client.get("/readyz").json() == {"status": "stalled"}
-    eventually(lambda: server.status("/livez") == 503, 5)
+    eventually(lambda: server.status("/livez") == 503, 10)
     refused = server.complete(1)
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     server.signal_runner(signal.SIGCONT if number == signal.SIGSTOP else number)
-    eventually(lambda: server.status("/readyz") == 200, 5)
+    eventually(lambda: server.status("/readyz") == 200, 10)
     assert server.status("/livez") == 200
     assert server.complete(1).status_code == 200
     server.signal(signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_probes_answer_under_load(server: ServerProcess) -> None:
             assert client.get("/livez").status_code == 200
             slowest = max(slowest, time.monotonic() - start)
         assert all(stream.result()[-1] == "[DONE]" for stream in streams)
-    assert slowest < 1
+    assert slowest < 3
 
 
 def samples(server: ServerProcess) -> dict[str, float]:
@@ -107,7 +107,7 @@ def test_every_family_moves(server: ServerProcess) -> None:
             and change["intarsia:engine_steps_total{eager}"] > 0
         )
 
-    eventually(moved, 3)
+    eventually(moved, 10)
     names = samples(server)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
         assert f"intarsia:{name}" in names

@@ -50,7 +50,7 @@ def test_probes_answer_while_the_model_loads(start_server: StartServer) -> None:
 
 
 def test_sigterm_finishes_what_runs_and_refuses_the_rest(start_server: StartServer) -> None:
-    server = start_server(SLOW).wait_ready()
+    server = start_server({"step_seconds": 0.01}).wait_ready()
     with ThreadPoolExecutor() as pool, server.client() as idle_connection:
         idle_connection.get("/readyz")
         whole = pool.submit(server.complete, LONG)
@@ -86,7 +86,7 @@ def test_says_that_it_is_ready_and_goes_at_once_when_it_has_nothing_to_do(start_
     assert "ready" in line
     assert f"curl http://127.0.0.1:{server.port}/v1/completions" in line
     server.signal(signal.SIGINT)
-    assert server.exit_status(5) == 0
+    assert server.exit_status(10) == 0
     assert server.process.stdout.read() == b""  # One line, and no more.
     assert_nothing_is_left(server)
 
@@ -124,10 +124,10 @@ def test_a_second_signal_exits_at_once(start_server: StartServer) -> None:
     eventually(lambda: server.status("/readyz") == 503)
     assert server.process.poll() is None
     server.signal(signal.SIGTERM)
-    assert server.exit_status(2) != 0
+    assert server.exit_status(10) != 0
     assert server.stderr.splitlines()[-1].endswith("a second signal: leaving without waiting for what is still running")
     stream.close()
-    eventually(lambda: not server.runner_is_alive(), 2)
+    eventually(lambda: not server.runner_is_alive(), 10)
     assert_nothing_is_left(server)
 
 
@@ -200,7 +200,7 @@ def test_the_runner_goes_with_a_server_that_is_killed(start_server: StartServer)
     runner = server.runner_pid
     server.signal(signal.SIGKILL)
     server.exit_status()
-    eventually(lambda: not is_alive(runner), 5)
+    eventually(lambda: not is_alive(runner), 10)
     assert len(server.leftovers()) == 1  # Nobody was left to remove it: the next server does.
 
 

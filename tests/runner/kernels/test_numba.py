@@ -91,6 +91,7 @@ torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weig
 """
 
 
+@pytest.mark.timeout(300)  # every kernel is compiled: 20 s where nobody else is busy
 def test_processors_without_bfloat16(tmp_path: Path) -> None:
     """What the compiler has no instruction for must not become a call of a function that is not there."""
     machine = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
