@@ -81,6 +81,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build_tokenizer())
 
 
+@functools.cache
+def metrics() -> Metrics:
+    """Every engine's, which nobody reads: a process has one for as long as it lives, and a descriptor with it."""
+    return Metrics("tiny")
+
+
 def ids_of(text: str) -> list[int]:
     """The text's ids, without special ones unless the text names them."""
     return list(tokenizer().transformers.backend_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -146,7 +152,6 @@ class FakeEngine:
         self._hang = hang
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers: dict[int, Submitted] = {}
-        self._metrics = Metrics("tiny")
 
     async def generate(
         self, prompt: PromptRows, sampling: SamplingParams, n: int = 1, cache_salt: str = "", priority: int = 0
@@ -157,7 +162,7 @@ class FakeEngine:
             raise refusal
         submitted = Submitted(prompt, sampling, n, cache_salt, priority)
         self.submitted.append(submitted)
-        inbox = Inbox(len(self.submitted), n, len(prompt), self._metrics, None)
+        inbox = Inbox(len(self.submitted), n, len(prompt), metrics(), None)
         self._numbers[inbox.request] = submitted
         inbox.accept()
         task = asyncio.get_running_loop().create_task(self._run(inbox, submitted))

@@ -27,9 +27,9 @@ from server.errors import (
     bounded,
     install_error_handlers,
 )
-from server.metrics import Metrics
 from server.request_log import RequestLog
 from server.route_paths import RoutePaths
+from tests.server.fakes import metrics
 
 
 class Part(BaseModel):
@@ -46,7 +46,7 @@ class Body(BaseModel):
 def client() -> TestClient:
     app = FastAPI()
     install_error_handlers(app)
-    app.add_middleware(RequestLog, metrics=Metrics("m"), paths=RoutePaths(()))
+    app.add_middleware(RequestLog, metrics=metrics(), paths=RoutePaths(()))
 
     @app.post("/validate")
     async def validate(body: Body) -> None: ...
