@@ -6,20 +6,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from tests.models import Family
 from tests.server.harness import ROOT, eventually, is_alive
 
 TEST = """
 import sys, time
 from pathlib import Path
-from tests.models import build_tiny_model
 from tests.server.harness import ServerProcess
 from tests.server.scripted_runner import Script
 
-folder = Path(sys.argv[1])
-model = build_tiny_model("llama", folder / "model")
-with ServerProcess(Script(model=str(model)), folder, api_workers=2) as server:
+with ServerProcess(Script(model=sys.argv[1]), Path(sys.argv[2]), api_workers=2) as server:
     server.wait_ready()
     main = server.process.pid
     print(server.sockets, main, *Path(f"/proc/{main}/task/{main}/children").read_text().split(), flush=True)
@@ -27,8 +26,10 @@ with ServerProcess(Script(model=str(model)), folder, api_workers=2) as server:
 """
 
 
-def test_a_server_does_not_outlive_the_test_that_started_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TEST, str(tmp_path)]
+def test_a_server_does_not_outlive_the_test_that_started_it(
+    tiny_model: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", TEST, str(tiny_model("llama")), str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as test:
         assert test.stdout is not None
         sockets, *pids = test.stdout.readline().split()

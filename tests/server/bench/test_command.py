@@ -256,7 +256,7 @@ def test_an_interrupted_run_keeps_what_it_has(server: ServerProcess, tmp_path: P
     output = tmp_path / "all.json"
     command = [sys.executable, "-m", "server.cli", "bench", "serve", "--url", server.base, "--sweep", "1,2"]
     # Enough of them that the second point isn't over before the signal is there.
-    command += ["--num-requests", "100", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
+    command += ["--num-requests", "40", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
     command += ["--output", str(output)]
     # A shell's background job ignores the signal, and so would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
