@@ -33,7 +33,7 @@ TARGET   ?= cpu
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STAMP := $(if $(VENV),$(VENV)/.installed,)
 # A file's tests share servers and stay in one process.
-pytest = -m pytest --numprocesses $(WORKERS) --dist loadfile
+pytest = -m pytest $(if $(filter-out 0,$(WORKERS)),--numprocesses $(WORKERS) --dist loadfile)
 pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
