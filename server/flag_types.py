@@ -26,6 +26,8 @@ def integer(low: int, high: int) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             invalid(f"{text!r} is not a whole number")
+        if value < low and high == sys.maxsize:
+            invalid(f"{value} is below {low}")
         if not low <= value <= high:
             invalid(f"{value} is not between {low} and {high}")
         return value
@@ -61,7 +63,7 @@ def timeout(text: str) -> float:
 
 def fraction(text: str) -> float:
     value = number(text, 0.0, 1.0)
-    return value if value > 0 else invalid("0 is not between 0 and 1")
+    return value if value > 0 else invalid("0 is not above 0")
 
 
 def number(text: str, low: float, high: float) -> float:

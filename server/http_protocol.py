@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.answer_pieces import ANSWER_REST
+from server.delivery import DELIVERY, Cut
 from server.errors import APIError
 from server.event_stream import BODY_WRITER
 from server.no_upgrades import UpgradeFreeParser
@@ -54,6 +55,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """Of all requests of the connection."""
     _dropped_bytes = 0
     _framing_room = 0
+    _cut: Cut | None = None
+    """Why the connection ends with something unwritten."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._slow_reader = SlowReader(transport, self.read_seconds)
+        self._slow_reader = SlowReader(transport, self.read_seconds, self._not_read)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
@@ -94,6 +97,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self._slow_reader is not None:
             self._slow_reader.stop()
+        if exc is not None and self._cut is None:
+            self._cut = Cut.CLIENT_LEFT
         super().connection_lost(exc)
         if self._answering is not None and not self._answering.response_complete:
             self._tell_gone(self._answering)  # uvicorn tells only the one that came last.
@@ -164,7 +169,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """To the application, whose task has not begun to run yet."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            extensions: dict[str, Any] = {BODY_WRITER: CycleWriter(self, cycle)}
+            extensions: dict[str, Any] = {BODY_WRITER: CycleWriter(self, cycle), DELIVERY: CycleDelivery(self, cycle)}
             if self._slow_reader is not None:
                 extensions[ANSWER_REST] = self._slow_reader.owe
             self.scope["extensions"] = extensions
@@ -249,8 +254,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             ]
             self.transport.write(b"".join(head) + body)
         if cycle is not None and not cycle.response_complete:
+            self._cut = Cut.INVALID_HTTP
             self._tell_gone(cycle)
         self.transport.close()
+
+    def _not_read(self) -> None:
+        self._cut = Cut.NOT_READ
+        self.transport.abort()
+
+    @property
+    def cut(self) -> Cut | None:
+        return self._cut
 
     @staticmethod
     def _tell_gone(cycle: RequestResponseCycle) -> None:
@@ -318,6 +332,30 @@ class CycleWriter:
         if data and not self._cycle.disconnected and not self._transport.is_closing():
             is_chunked = self._cycle.chunked_encoding
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+
+class CycleDelivery:
+    """`delivery.Delivery`."""
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: LimitedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def cut(self) -> Cut | None:
+        cycle = self._cycle
+        # Closing: its loss is known and will be told in the loop's next turn. (Behind an answer we close it ourselves.)
+        if cycle.disconnected or (cycle.transport.is_closing() and not cycle.response_complete):
+            return self._protocol.cut or Cut.CLIENT_LEFT
+        return None
+
+    async def sent(self) -> Cut | None:
+        flow = self._cycle.flow
+        if self.cut is None and flow.write_paused:
+            await flow.drain()
+            return self._protocol.cut
+        return self.cut
 
 
 class Unframed:

@@ -183,7 +183,7 @@ REQUESTS_REJECTED = Family(
 HTTP_RESPONSES = Family(
     "http_responses",
     "counter",
-    "HTTP responses; 499 where the client left. Probes and scrapes are not counted.",
+    "HTTP responses; cut ones as 499 (by the client), 500 or 503. Probes and scrapes are not counted.",
     label="status",
     values=STATUSES,
 )

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from runner.messages import SamplingParams
+from server.delivery import Cut
 
 
 def new_request_id() -> str:
@@ -32,6 +33,11 @@ class RequestContext:
     """Which of the server's API keys it came with."""
     started: float = field(default_factory=time.monotonic)
     status: int = 0
+    """That of the answer's head once it is sent; of a cut answer what it counts as."""
+    cut: Cut | None = None
+    """Why the answer was not complete."""
+    sent_status: int = 0
+    """Of a cut answer: the status that its client may have seen, 0 if none was sent."""
     error: str | None = None
     """The code of the error that the client was told, in its answer or at the end of its stream."""
     complete: bool = False
@@ -61,6 +67,13 @@ class RequestContext:
     """Set by the body limit: its count of what is held for this request's body goes down."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called once the answer is complete or given up, whatever its route did: closes the streams opened for it."""
+
+    def note_cut(self, cut: Cut) -> None:
+        """The answer ended before its end, as far as its client is concerned."""
+        self.cut = cut
+        self.sent_status, self.status = self.status, cut.status
+        if not self.sent_status:
+            self.error = None  # Nobody was told.
 
     def end(self) -> None:
         while self.on_end:

@@ -6,6 +6,7 @@ The line holds ids, sizes and times. Never content: not the body, not the query,
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.answer_pieces import pieces_of
+from server.delivery import DELIVERY, Cut, Delivery, Unwatched
 from server.errors import InternalError, log_exception
 from server.gate import OPERATOR_PATHS
 from server.log_format import Pairs
@@ -25,9 +27,6 @@ from server.route_paths import RoutePaths
 from server.tracing import Tracing
 
 logger = logging.getLogger("intarsia.request")
-
-CLIENT_CLOSED_REQUEST = 499
-"""Nobody receives this status; it is what the log and the metrics say of a client that went away."""
 
 _CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _MAX_REASONS = 8
@@ -57,35 +56,30 @@ class RequestLog:
             return
         client_id = Headers(scope=scope).get("x-request-id", "")
         context = RequestContext(new_request_id(), client_id if _CLIENT_ID.fullmatch(client_id) else "")
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                context.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = context.id
-                headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
-                await send(message)
-                return
-            for piece in pieces_of(message, scope):
-                context.complete = not piece.get("more_body", False)
-                await send(piece)
-
+        answer = _WatchedSend(context, scope, send)
         token = current_request.set(context)
+        cut = None
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            cut = Cut.SHUTDOWN
+            raise
         except Exception as error:
-            # If the answer has begun, returning cuts the connection: a client must not take half of it for the whole.
             log_exception(error)
+            failure = InternalError()
             if not context.status:
-                await InternalError().response()(scope, receive, send_with_id)
+                await failure.response()(scope, receive, answer.send)
+            elif not context.complete:
+                # Returning cuts the connection: a client must not take half of an answer for the whole.
+                failure.note()
+                cut = Cut.FAULT
         finally:
             current_request.reset(token)
             context.end()
+            answer.end(cut)
             self._finish(scope, context)
 
     def _finish(self, scope: Scope, context: RequestContext) -> None:
-        if not context.complete:
-            context.status = CLIENT_CLOSED_REQUEST
         if scope["path"] in OPERATOR_PATHS and context.status in (200, 503):
             return  # Probes and scrapes come every few seconds and would drown the rest.
         self._count(context)
@@ -114,8 +108,10 @@ class RequestLog:
             "status": context.status,
             "ms": _milliseconds(time.monotonic() - context.started),
         }
-        if context.status == CLIENT_CLOSED_REQUEST:
-            fields["client_gone"] = True
+        if context.cut is not None:
+            fields["cut"] = context.cut.value
+            if context.sent_status:
+                fields["sent_status"] = context.sent_status
         if context.error is not None:
             fields["error"] = context.error
         if context.decode_seconds:
@@ -134,6 +130,47 @@ class RequestLog:
         if context.client_id:
             fields["client_id"] = context.client_id
         return fields
+
+
+class _WatchedSend:
+    """The `send` of one request: adds headers, hands large answers on in pieces, and sees what becomes of them."""
+
+    def __init__(self, context: RequestContext, scope: Scope, send: Send) -> None:
+        self._context, self._scope, self._send = context, scope, send
+        self._delivery: Delivery = scope.get("extensions", {}).get(DELIVERY) or Unwatched()
+        self._cut: Cut | None = None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        for piece in pieces_of(message, self._scope):
+            await self._pass_on(piece)
+            if self._cut is None and not piece.get("more_body", False):
+                self._cut = await self._delivery.sent()
+                self._context.complete = self._cut is None
+
+    def end(self, cut: Cut | None) -> None:
+        """Nothing more comes. `cut`: why, unless the connection knows better."""
+        if not self._context.complete:
+            self._context.note_cut(self._cut or self._delivery.cut or cut or Cut.CLIENT_LEFT)
+
+    async def _start(self, message: Message) -> None:
+        headers = MutableHeaders(scope=message)
+        headers["x-request-id"] = self._context.id
+        headers.setdefault("cache-control", "no-store")  # Answers hold what clients have written.
+        await self._pass_on(message)
+        if self._cut is None:
+            self._context.status = message["status"]
+
+    async def _pass_on(self, message: Message) -> None:
+        """Also what nobody reads any more: a server misses the end of an answer that it has not been given."""
+        self._cut = self._cut or self._delivery.cut
+        try:
+            await self._send(message)
+        except OSError:  # what other servers raise then
+            self._cut = self._cut or Cut.CLIENT_LEFT
+        self._cut = self._cut or self._delivery.cut
 
 
 def _milliseconds(seconds: float) -> float:

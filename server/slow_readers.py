@@ -15,6 +15,7 @@ import asyncio
 import fcntl
 import struct
 import termios
+from collections.abc import Callable
 
 _MIN_BYTES = 64 << 10
 _MIN_PART = 32
@@ -24,12 +25,13 @@ PERIOD_SECONDS = 120.0
 
 class SlowReader:
     """Watches `transport` from the moment when it is full, or closed with something left to write (`on_full`), until it
-    no longer is, and aborts it when its client takes too little. No call is needed when it is read: what is looked at
-    is how much is left."""
+    no longer is, and calls `cut`, which aborts it, when its client takes too little. No call is needed when it is read:
+    what is looked at is how much is left."""
 
-    def __init__(self, transport: asyncio.Transport, period: float = PERIOD_SECONDS) -> None:
+    def __init__(self, transport: asyncio.Transport, period: float, cut: Callable[[], None]) -> None:
         self._transport = transport
         self._period = period
+        self._cut = cut
         self._timer: asyncio.TimerHandle | None = None
         self._owed = 0
         self._fills = 0
@@ -73,7 +75,7 @@ class SlowReader:
         # A piece of an answer fills it as often as a little of the one before has been read: that is no progress.
         is_filled_again = self._fills != fills and not self._owed
         if not is_filled_again and before - held < self._step:
-            self._transport.abort()
+            self._cut()
         else:
             self._watch(held)
 

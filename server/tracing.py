@@ -122,8 +122,8 @@ def _http(context: RequestContext, method: str, route: str) -> dict[str, Any]:
     }
     if route:
         attributes["http.route"] = route
-    if context.error is not None or context.status >= 500:
-        attributes["error.type"] = context.error or str(context.status)
+    if context.error is not None or context.cut is not None or context.status >= 500:
+        attributes["error.type"] = context.error or context.cut or str(context.status)
     return attributes
 
 

@@ -98,7 +98,8 @@ class Vision:
         limits: ImageLimits | None = None,
     ) -> Vision | None:
         """None, with a word in the log, where the folder has no image processor that fits the model."""
-        from transformers import AutoImageProcessor
+        # By its module's name: by its own, transformers 5.17 demands torchvision before it has heard of the backend.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         limits = limits or ImageLimits()
         try:

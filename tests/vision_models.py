@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
@@ -37,6 +36,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
 )
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -61,19 +61,21 @@ class Playground:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         files = [path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES]
-        self._files = {_url(path): _File(path) for path in files}
+        self._files = {_url(path): _File(path, _url(path)) for path in files}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = self._files.get(scope["path"]) if scope["type"] == "http" else None
         if file is None or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
+        scope["route"] = file  # as the router does: the request's log line and trace name it by its path
         known = dict(scope["headers"]).get(b"if-none-match", b"")
         await file.response(known.decode("latin-1"))(scope, receive, send)
 
 
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, url: str) -> None:
+        self.path = url
         self._body = path.read_bytes()
         self._type = f"{_TYPES[path.suffix]}; charset=utf-8"
         self._etag = f'"{sha256(self._body).hexdigest()[:24]}"'

@@ -133,6 +133,15 @@ def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
     assert tokenizer.unk_token_id not in ids
 
 
+def test_the_tokenizer_is_the_same_whatever_transformers_makes_of_the_file(default_model: Path, tokenizer: Any) -> None:
+    """What grammars go by, too: they read the bytes of each token, and where an answer may end, from here."""
+    named = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    assert named == ["<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>"]
+    file = json.loads((default_model / "tokenizer.json").read_text())
+    assert file["model"]["type"] == "BPE" and not file["model"]["byte_fallback"]
+    assert (file["normalizer"], file["decoder"]["type"]) == (None, "ByteLevel")
+
+
 def test_every_digit_is_a_token_of_its_own(tokenizer: Any) -> None:
     """So SmolLM2 was trained; GPT-2's splitting, which transformers assumes, leaves one of the spaces at the number."""
     assert tokenizer.tokenize("a  2024") == ["a", "ĠĠ", "2", "0", "2", "4"]

@@ -60,7 +60,9 @@ def test_every_line_is_an_object_and_says_what_happened(server: ServerProcess) -
     assert 0 < done["ttft_ms"] <= done["ms"]
     assert (bad["status"], bad["error"], bad["key"]) == (400, "invalid_value", "key-1")
     assert "finished" not in bad and "prompt_tokens" not in bad
-    assert (gone["status"], gone["client_gone"], gone["finished"]) == (499, True, ["abort"])
+    assert (gone["status"], gone["sent_status"], gone["cut"]) == (499, 200, "client_left")
+    assert gone["finished"] == ["abort"]
+    assert "cut" not in done and "cut" not in bad
     (unknown,), (stranger,) = lines_of(server, "unknown"), lines_of(server, "/v1/models")
     assert (unknown["status"], unknown["error"], unknown["key"]) == (404, "not_found", "key-1")
     assert (stranger["status"], stranger["error"]) == (401, "invalid_api_key") and "key" not in stranger
@@ -106,10 +108,11 @@ def test_whatever_is_logged_is_one_json_line(make: Callable[[str], logging.Forma
     assert json.loads(first)["level"] == "WARNING" and json.loads(first)["logger"] == "a.b"
     assert "\n" in json.loads(first)["message"]
     assert "ValueError" in json.loads(second)["traceback"]
-    assert formatted("text", make, lambda logger: logger.warning("words")).endswith("WARNING a.b: words\n")
+    text = formatted("text", make, lambda logger: logger.warning("words"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING a\.b: words\n", text)
 
 
 def test_text_lines_are_pairs() -> None:
-    assert str(Pairs({"id": "r", "ms": 1.5, "client_gone": True, "finished": ["stop", "length"]})) == (
-        "id=r ms=1.5 client_gone=true finished=stop,length"
+    assert str(Pairs({"id": "r", "ms": 1.5, "sharp": True, "finished": ["stop", "length"]})) == (
+        "id=r ms=1.5 sharp=true finished=stop,length"
     )

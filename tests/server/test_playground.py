@@ -56,6 +56,14 @@ def test_the_page_needs_no_key_and_no_model(engine: EngineClient) -> None:
     assert (known.status_code, known.content) == (304, b"")
 
 
+def test_its_files_are_named_in_the_log(engine: EngineClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "intarsia.request")
+    app = application(engine)
+    for path in ("/", "/playground/style.css"):
+        assert send(app, "GET", path).status_code == 200
+    assert [record.__dict__["fields"]["route"] for record in caplog.records] == ["/", "/playground/style.css"]
+
+
 def test_nothing_else_is_let_in_with_it(engine: EngineClient) -> None:
     """Only these very paths and methods; the page's numbers need a key as any other."""
     app = application(engine)

@@ -175,6 +175,8 @@ def test_streams_errors_and_clients_that_leave(server: ServerProcess, collector:
     assert attributes(whole)["gen_ai.response.time_to_first_chunk"] > 0
     assert attributes(gone)["gen_ai.response.finish_reasons"] == ["abort"]
     assert attributes(gone)["http.response.status_code"] == 499
+    assert attributes(gone)["error.type"] == "client_left"
+    assert "error.type" not in attributes(whole)
     (bad,) = collector.named("text_completion")
     assert attributes(bad)["error.type"] == "invalid_value"
     assert bad.status.code == Status.STATUS_CODE_UNSET, "a client's mistake is not the server's error"
