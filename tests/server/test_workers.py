@@ -235,7 +235,7 @@ def test_rows_are_hashed_for_the_prefix_cache_only(caching: bool) -> None:
     assert (found == str(bytes(2 * DIGEST_BYTES))) is not caching
 
 
-@pytest.mark.parametrize(("processes", "count"), [(1, 4), (3, 4), (4, 3), (8, 1), (40, 1)])
+@pytest.mark.parametrize(("processes", "count"), [(1, 2), (5, 2), (6, 1), (40, 1)])
 def test_processes_share_the_cores_when_they_make_rows(processes: int, count: int) -> None:
     """Sixteen, of a machine that has more."""
     found = configured(
