@@ -1,6 +1,6 @@
 """The rows of one embedding, made in pieces of half a megabyte to one: checked, cast to the model's dtype, hashed, and
-put into memory that the runner can read. Pieces are made by a few threads, in any order, those of a body while the rest
-of it is still on its way. Called by `embeddings` and `arriving_file`.
+put into memory that the runner can read. Pieces are made by two threads, in any order, those of a body while the rest
+of it is still on its way, and its last one on the event loop. Called by `embeddings` and `arriving_file`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The values of embedding rows: the check that they are finite, the cast to the model's dtype, the digests. Called by
-`embeddings`, in a worker thread.
+`embeddings` and `row_pieces`, in a worker thread but for the last megabyte of a body.
 
 All of it is numpy on the bit patterns, in blocks that stay in the cache, because numpy gives up the GIL in these loops
 and the event loop goes on. ml_dtypes would cast to bfloat16 in one call, but it is slower and holds the GIL throughout;
