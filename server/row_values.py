@@ -26,9 +26,10 @@ BLOCK_BYTES = 1 << 20
 _FIRST_GROUP_ROWS = 16
 """Hashed in one call where an embedding begins: as many as a block of the prefix cache has, by default."""
 _GROUP_BYTES = 256 * 1024
-"""And at most. A call gives up the GIL for two kilobytes and more, and has to get it back for the next one: beside an
+"""At most. A call gives up the GIL for two kilobytes and more, and has to get it back for the next one: beside an
 event loop that receives, a thread that hashes little at a time waits most of its time."""
 _GROUP_ROWS = 128
+"""No more either: of two embeddings that part in a group, neither has the other's digests there."""
 _GROUPS_BEFORE = 4
 """A group but the first ones has at most one row for so many before it."""
 
