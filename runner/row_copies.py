@@ -24,8 +24,15 @@ def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
         target[:] = source
         return
     first, *others = pairwise(len(source) * part // parts for part in range(parts + 1))
-    # Numpy copies without the interpreter's lock.
-    copies = [_pool().submit(target[start:end].__setitem__, slice(None), source[start:end]) for start, end in others]
+    pool = _pool()
+    try:
+        # Numpy copies without the interpreter's lock.
+        copies = [pool.submit(target[start:end].__setitem__, slice(None), source[start:end]) for start, end in others]
+    except RuntimeError:  # no thread can be started
+        pool.shutdown(cancel_futures=True)  # what is queued would be copied later, when these buffers hold other rows
+        _pool.cache_clear()
+        target[:] = source
+        return
     target[slice(*first)] = source[slice(*first)]
     for copy in copies:
         copy.result()

@@ -2,8 +2,8 @@
 rest is still to come. Filled by `multipart` and `request_body`, read by `inputs`.
 
 Files begin with a header that says where the values are (safetensors, .npy): once that is there, each piece of rows is
-made as soon as its last byte has come: by a thread, or, the last one, at once. What is small, or has no such header, or
-is not right, is gathered and judged as a whole by `embeddings`, at the end.
+made as soon as its last byte has come, by a thread, or, a prompt's last one, at once. What is small, or has no such
+header, or is not right, is gathered and judged as a whole by `embeddings`, at the end.
 """
 
 from __future__ import annotations
@@ -93,12 +93,34 @@ class ArrivingFile:
             self._values = None
 
 
+class _Turn:
+    """One piece in each turn of the event loop: where many bodies end in the same one, streams wait for no more."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+
+    def take(self) -> bool:
+        if self._is_taken:
+            return False
+        asyncio.get_running_loop().call_soon(self._give)
+        self._is_taken = True
+        return True
+
+    def _give(self) -> None:
+        self._is_taken = False
+
+
+_turn = _Turn()
+
+
 class _ArrivingValues:
     def __init__(self, layout: FileLayout, hidden_size: int, dtype: str, whole_digest: bool) -> None:
         self._waiting: _Waiting = {}
         self._layout = layout
         self.shape = (layout.num_rows, hidden_size)
         self._pieces = RowPieces(layout.num_rows, hidden_size, layout.dtype, dtype, whole_digest=whole_digest)
+        self._is_urgent = not whole_digest
+        """What is stored waits for no first token, and its digest is another millisecond."""
         self._size = layout.num_rows * self._pieces.source_bytes
         self._come = 0
         self._next = 0
@@ -132,7 +154,8 @@ class _ArrivingValues:
 
     def _make(self) -> None:
         runs, self._runs = self._runs, []
-        if self._come == self._size:  # nothing is left to receive meanwhile: sooner done than a thread has woken up
+        # At the end nothing is left to receive meanwhile: it is sooner done than a thread has woken up.
+        if self._come == self._size and self._is_urgent and _turn.take():
             self._pieces.make(self._next, runs)
         else:
             self._waiting[self._next] = self._pieces, runs

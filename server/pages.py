@@ -101,8 +101,9 @@ class _Freeing:
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="pages", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="pages", daemon=True)
+                    thread.start()
+                    self._thread = thread  # only one that runs: what is taken later would wait for it for ever
 
     def take(self, freed: Pages | SharedView | int) -> None:
         """Memory, or a file's descriptor. From a destructor, so from any thread at any time: nothing here takes a lock
@@ -130,8 +131,12 @@ _freeing = _Freeing()
 
 
 def start_freeing() -> None:
-    """Where what is freed later is made: its destructor may run when no thread can be started any more."""
-    _freeing.start()
+    """Where what is freed later is made: its destructor may run when no thread can be started any more. Raises
+    MemoryError where none can be now."""
+    try:
+        _freeing.start()
+    except RuntimeError:
+        raise MemoryError from None
 
 
 def close_later(descriptor: int) -> None:

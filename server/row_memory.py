@@ -96,7 +96,7 @@ class SharedMemory:
     """Is given back to the system when neither side refers to it any more, in a thread of its own (`pages`)."""
 
     def __init__(self, size: int) -> None:
-        """Takes no memory before it is written to. Raises OSError."""
+        """Takes no memory before it is written to. Raises OSError or MemoryError."""
         start_freeing()
         self._size = size
         self._descriptor = os.memfd_create("intarsia-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

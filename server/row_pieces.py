@@ -1,6 +1,6 @@
 """The rows of one embedding, made in pieces of half a megabyte to one: checked, cast to the model's dtype, hashed, and
-put into memory that the runner can read. Pieces are made by a few threads, in any order, those of a body while the rest
-of it is still on its way. Called by `embeddings` and `arriving_file`.
+put into memory that the runner can read. Pieces are made by two threads, in any order, those of a body while the rest
+of it is still on its way, and its last one on the event loop. Called by `embeddings` and `arriving_file`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from server.row_values import cast_rows, max_group_rows, row_digests
 from server.rows import Rows
 
 _PIECE_BYTES = 512 * 1024
-"""The last piece is made after the last byte has come: half a millisecond, or a whole one of a long body."""
+"""In the file or as rows, whichever is larger. The last piece is made after the last byte has come: half a millisecond,
+or a whole one of a long body."""
 _LARGE_PIECE_BYTES = 1024 * 1024
 """Of a long body more together: threads that ask for the interpreter's lock less often hinder each other less."""
 _THREADS = 2
@@ -65,8 +66,9 @@ class RowPieces:
         self._num_rows, self._hidden_size, self._source, self._target = num_rows, hidden_size, source, target
         # Whole groups, so that a row's digest doesn't depend on how the file was cut.
         group = max_group_rows(self._row_bytes)
-        piece = min(max(_PIECE_BYTES, num_rows * self.source_bytes // 4), _LARGE_PIECE_BYTES)
-        self.rows_per_piece = group * max(1, piece // (group * self.source_bytes))
+        row_bytes = max(self.source_bytes, self._row_bytes)
+        piece = min(max(_PIECE_BYTES, num_rows * row_bytes // 4), _LARGE_PIECE_BYTES)
+        self.rows_per_piece = group * max(1, piece // (group * row_bytes))
         self.count = -(-num_rows // self.rows_per_piece)
         try:
             self._memory: RowMemory = row_memory(num_rows * self._row_bytes)

@@ -1,5 +1,5 @@
 """The values of embedding rows: the check that they are finite, the cast to the model's dtype, the digests. Called by
-`embeddings`, in a worker thread.
+`embeddings` and `row_pieces`, in a worker thread but for the last megabyte of a body.
 
 All of it is numpy on the bit patterns, in blocks that stay in the cache, because numpy gives up the GIL in these loops
 and the event loop goes on. ml_dtypes would cast to bfloat16 in one call, but it is slower and holds the GIL throughout;
@@ -21,13 +21,15 @@ from server.pages import allocate, discard
 Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 20
+"""Where something is cast, of float32: every cast goes through that."""
 
 _FIRST_GROUP_ROWS = 16
 """Hashed in one call where an embedding begins: as many as a block of the prefix cache has, by default."""
 _GROUP_BYTES = 256 * 1024
-"""And at most. A call gives up the GIL for two kilobytes and more, and has to get it back for the next one: beside an
+"""At most. A call gives up the GIL for two kilobytes and more, and has to get it back for the next one: beside an
 event loop that receives, a thread that hashes little at a time waits most of its time."""
 _GROUP_ROWS = 128
+"""No more either: of two embeddings that part in a group, neither has the other's digests there."""
 _GROUPS_BEFORE = 4
 """A group but the first ones has at most one row for so many before it."""
 
@@ -40,6 +42,15 @@ _TOO_LARGE = {
     ("bfloat16", "float16"): 0x4780,  # 65536.0; the bfloat16 below it is 65280.0
 }
 """The smallest positive pattern of the first dtype that a cast to the second makes infinite."""
+
+# numpy's own casts from and to float16 take three and fifty times as long where float16 has a value as a subnormal
+# number, one by one (it notes for each that something was lost): a body of these would hold up everything.
+_FLOAT16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4")
+"""All that there are."""
+_LEAST_NORMAL = 0x3880_0000
+"""2**-14: what is smaller, float16 has as multiples of 2**-24."""
+_NEARLY_NOTHING = 0x3080_0000
+"""2**-30: becomes zero, as all does that is smaller. float32's own subnormal numbers would be slow."""
 
 
 def cast_rows(
@@ -63,7 +74,7 @@ def cast_rows(
     if source != target and made is None:
         made = allocate(values.size * ITEM_BYTES[target])
     cast = None if made is None else np.frombuffer(made, dtype=f"<u{ITEM_BYTES[target]}")
-    step = BLOCK_BYTES // ITEM_BYTES[source]
+    step = BLOCK_BYTES // ITEM_BYTES[source if source == target else "float32"]
     for start in range(0, values.size, step):
         block = values[start : start + step]
         # Checked before the cast: rounding turns some NaNs into zeros.
@@ -157,13 +168,15 @@ def _widen(bits: Array, dtype: str) -> Array:
     """The block as float32. Exact."""
     if dtype == "bfloat16":  # the upper half of a float32
         return np.left_shift(bits, 16, dtype="<u4").view("<f4")
-    return bits.view(f"<f{bits.itemsize}").astype("<f4", copy=False)
+    return _FLOAT16.take(bits) if dtype == "float16" else bits.view("<f4")
 
 
 def _narrow(values: Array, dtype: str, out: Array) -> None:
     """Writes the float32 block to `out` (bit patterns of `dtype`), rounded to nearest even."""
-    if dtype == "bfloat16":
-        bits = values.view("<u4")
+    bits = values.view("<u4")
+    if dtype == "float16":
+        out[:] = _float16_bits(bits)
+    elif dtype == "bfloat16":
         rounded = bits >> 16
         rounded &= 1  # ties go to the even neighbour: half a unit, less one bit where the value is even already
         rounded += 0x7FFF
@@ -171,4 +184,25 @@ def _narrow(values: Array, dtype: str, out: Array) -> None:
         rounded >>= 16
         out[:] = rounded
     else:
-        out.view(f"<f{out.itemsize}")[:] = values
+        out[:] = bits
+
+
+def _float16_bits(bits: Array) -> Array:
+    """Of float32's, as uint32. The patterns of float16 are counted from zero on: up to its smallest normal number, and
+    from there on."""
+    magnitudes = bits & 0x7FFF_FFFF
+    below = np.clip(magnitudes, _NEARLY_NOTHING, _LEAST_NORMAL)
+    halves = below.view("<f4")
+    halves += np.float32(0.5)  # where float32, too, has multiples of 2**-24: rounds to them
+    below -= 0x3F00_0000  # 0.5
+    np.maximum(magnitudes, _LEAST_NORMAL, out=magnitudes)
+    rounded = magnitudes >> 13
+    rounded &= 1  # ties as above
+    rounded += magnitudes
+    rounded -= _LEAST_NORMAL - 0x0FFF
+    rounded >>= 13
+    rounded += below
+    np.right_shift(bits, 16, out=below)
+    below &= 0x8000
+    rounded |= below
+    return rounded

@@ -38,3 +38,27 @@ def test_threads_are_for_many_rows_and_cores(
     copy_rows(np.zeros((8 * mib, MIB // 8), np.uint8).view(Noting), np.zeros((8 * mib, MIB // 8), np.uint8))
     assert len(lengths) == threads and sum(length for length, _ in lengths) == 8 * mib
     assert sum(thread is threading.current_thread() for _, thread in lengths) == 1
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are copied all the same, and nothing of them later, when others are in their place."""
+    source = np.random.default_rng(0).integers(0, 256, (8, MIB), np.uint8)
+    target, other = np.zeros_like(source), np.zeros_like(source)
+    start, left = threading.Thread.start, [None] * started
+
+    def refuse(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(row_copies, "_cores", lambda: 16)
+    row_copies._pool.cache_clear()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        copy_rows(target, source)
+    assert np.array_equal(target, source)
+    target[:] = 0
+    copy_rows(other, source)
+    assert np.array_equal(other, source) and not target.any()

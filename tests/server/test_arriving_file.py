@@ -21,7 +21,7 @@ from server import arriving_file
 from server.arriving_file import ArrivingFile
 from server.embeddings import EmbeddingError, decode_embedding
 from server.errors import Unavailable
-from server.file_tensor import TooManyRows
+from server.file_tensor import ITEM_BYTES, TooManyRows
 from server.pages import Pages
 from server.row_pieces import RowPieces, WholeDigest, threads
 from server.rows import Rows
@@ -224,6 +224,60 @@ def test_what_is_refused_later_is_not_made(
     assert [each() for each in asyncio.run(run())] == [None] * 9
     busy()
     assert made == [4]
+
+
+def made_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Filled with the thread of every piece that is made."""
+    found: list[threading.Thread] = []
+    make = RowPieces.make
+
+    def note(self: RowPieces, index: int, values: Sequence[memoryview | bytearray]) -> None:
+        found.append(threading.current_thread())
+        make(self, index, values)
+
+    monkeypatch.setattr(RowPieces, "make", note)
+    return found
+
+
+def test_bodies_that_end_together_do_not_hold_up_the_loop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = files.rows(200, HIDDEN, dtype="bfloat16")  # one piece
+    payload, threads_of = safetensors.torch.save({"a": tensor}), made_by(monkeypatch)
+
+    async def run() -> None:
+        for count in (5, 1):
+            arriving = [ArrivingFile(HIDDEN, "bfloat16", ROWS) for _ in range(count)]
+            for file in arriving:
+                file.add(payload)
+            assert [(await file.rows(ROWS)).data for file in arriving] == [files.raw(tensor)] * count
+            on_loop = [thread is threading.current_thread() for thread in threads_of]
+            assert sum(on_loop) == 1 and len(on_loop) == count
+            threads_of.clear()
+
+    asyncio.run(run())
+
+
+def test_what_is_stored_is_made_by_threads_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its first token, and the loop would hash the last piece twice."""
+    payload, threads_of = safetensors.torch.save({"a": files.rows(ROWS, HIDDEN)}), made_by(monkeypatch)
+
+    async def run() -> None:
+        file = ArrivingFile(HIDDEN, "bfloat16", ROWS, whole_digest=True)
+        file.add(payload)
+        await file.rows(ROWS)
+        assert len(threads_of) > 3 and threading.current_thread() not in threads_of
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("source", "target"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("hidden", [64, 1000, 1024, 16_384])
+def test_a_piece_is_a_megabyte_at_most(source: str, target: str, hidden: int) -> None:
+    """Before and after the cast: the event loop makes the last one."""
+    rows = (64 << 20) // (4 * hidden)
+    pieces = RowPieces(rows, hidden, source, target)
+    start, end = pieces.span(0)
+    assert 1 << 19 <= (end - start) * (4 // ITEM_BYTES[source]) <= 1 << 20
+    assert pieces.span(pieces.count - 1)[1] == rows * hidden * ITEM_BYTES[source]
 
 
 @pytest.mark.parametrize(

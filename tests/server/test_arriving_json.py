@@ -45,11 +45,15 @@ class Kept(ArrivingFile):
         super().add(chunk)
 
 
+async def add(body: ArrivingJson, chunks: Sequence[bytes]) -> None:
+    for chunk in chunks:
+        body.add(chunk)
+
+
 def arrive(chunks: Sequence[bytes]) -> tuple[dict[str, Any], ArrivingJson]:
     body = ArrivingJson(Kept)
     try:
-        for chunk in chunks:
-            body.add(chunk)
+        asyncio.run(add(body, chunks))
         value = parse_large(body.view)
         body.put_back(value)
     except BaseException:
@@ -273,8 +277,7 @@ def test_what_is_not_json_does_not_become_json(body: str) -> None:
 
 def test_what_is_refused_is_let_go_of() -> None:
     body = ArrivingJson(Kept)
-    for chunk in cut(json.dumps({"prompt_embeds": [TEXT, TEXT]}).encode(), 100_000):
-        body.add(chunk)
+    asyncio.run(add(body, cut(json.dumps({"prompt_embeds": [TEXT, TEXT]}).encode(), 100_000)))
     files = list(body._files.values())
     assert all(file._values is not None for file in files)
     body.close()

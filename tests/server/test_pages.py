@@ -12,7 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from server import pages
+from server.errors import Unavailable
 from server.pages import SMALL_BYTES, Gathered, Pages, allocate, discard
+from server.row_pieces import RowPieces
 from tests.server.harness import eventually
 
 MIB = 1 << 20
@@ -165,3 +168,20 @@ def test_what_the_collector_finds_does_not_end_the_thread() -> None:
     del other
     eventually(lambda: resident() < before + 8 * MIB)
     view.release()
+
+
+def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory now, and there is later."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pages, "_freeing", pages._Freeing())
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                Pages(MIB)
+            with pytest.raises(Unavailable):
+                RowPieces(1000, 1000, "float32", "float32")
+    assert len(Pages(MIB)) == MIB and pages._freeing._thread is not None and pages._freeing._thread.is_alive()
