@@ -97,17 +97,18 @@ class _Turn:
     """One piece in each turn of the event loop: where many bodies end in the same one, streams wait for no more."""
 
     def __init__(self) -> None:
-        self._is_taken = False
+        self._taken_in: asyncio.AbstractEventLoop | None = None
 
     def take(self) -> bool:
-        if self._is_taken:
+        loop = asyncio.get_running_loop()
+        if self._taken_in is loop:
             return False
-        asyncio.get_running_loop().call_soon(self._give)
-        self._is_taken = True
+        loop.call_soon(self._give)
+        self._taken_in = loop
         return True
 
     def _give(self) -> None:
-        self._is_taken = False
+        self._taken_in = None
 
 
 _turn = _Turn()

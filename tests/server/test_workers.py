@@ -74,8 +74,9 @@ def test_connections_are_dealt_evenly_and_every_worker_tells_the_same(start_serv
     assert max(counts.values()) - min(counts.values()) <= 2
     assert {server.status(path) for path in ("/livez", "/readyz", "/v1/models") for _ in range(3)} == {200}
     eventually(lambda: scrape(server)["intarsia:request_success_totallength"] == 24)
-    first, *others = [scrape(server) for _ in range(3)]
-    assert others == [first, first]
+    # Each hears of the engine for itself.
+    eventually(lambda: len({tuple(scrape(server).items()) for _ in range(3)}) == 1)
+    first = scrape(server)
     assert first["intarsia:generation_tokens_total"] == 24 * 5
     assert first["intarsia:inter_token_latency_seconds_count"] == 24 * 4
     assert first["intarsia:http_responses_total200"] >= 24
