@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runner import row_copies
 from runner.row_copies import copy_rows
@@ -24,27 +27,39 @@ def test_every_row_is_copied_once(rows: int, cores: int, monkeypatch: pytest.Mon
     assert np.array_equal(target[1:-1], source) and not target[[0, -1]].any()
 
 
+class Noting(np.ndarray):
+    """Notes who copies, and takes a while in other threads."""
+
+    copies: ClassVar[list[tuple[int, threading.Thread]]] = []
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            time.sleep(0.05)
+        self.copies.append((len(value), thread))
+        super().__setitem__(key, value)
+
+
+def noting(mib: int) -> NDArray[np.uint8]:
+    Noting.copies.clear()
+    return np.zeros((8 * mib, MIB // 8), np.uint8).view(Noting)
+
+
 @pytest.mark.parametrize(("mib", "cores", "threads"), [(1, 16, 1), (2, 16, 3), (9, 16, 4), (9, 4, 2), (9, 2, 1)])
 def test_threads_are_for_many_rows_and_cores(
     mib: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_copies, "_cores", lambda: cores)
-    lengths = []
-
-    class Noting(np.ndarray):
-        def __setitem__(self, key: object, value: object) -> None:
-            lengths.append((len(value), threading.current_thread()))  # type: ignore[arg-type]
-
-    copy_rows(np.zeros((8 * mib, MIB // 8), np.uint8).view(Noting), np.zeros((8 * mib, MIB // 8), np.uint8))
-    assert len(lengths) == threads and sum(length for length, _ in lengths) == 8 * mib
-    assert sum(thread is threading.current_thread() for _, thread in lengths) == 1
+    copy_rows(noting(mib), np.zeros((8 * mib, MIB // 8), np.uint8))
+    assert len(Noting.copies) == threads and sum(length for length, _ in Noting.copies) == 8 * mib
+    assert sum(thread is threading.main_thread() for _, thread in Noting.copies) == 1
 
 
 @pytest.mark.parametrize("started", [0, 1, 2])
 def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are copied all the same, and nothing of them later, when others are in their place."""
-    source = np.random.default_rng(0).integers(0, 256, (8, MIB), np.uint8)
-    target, other = np.zeros_like(source), np.zeros_like(source)
+    source = np.random.default_rng(0).integers(0, 256, (64, MIB // 8), np.uint8)
+    target = noting(8)
     start, left = threading.Thread.start, [None] * started
 
     def refuse(thread: threading.Thread) -> None:
@@ -59,6 +74,9 @@ def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.Monkey
         limited.setattr(threading.Thread, "start", refuse)
         copy_rows(target, source)
     assert np.array_equal(target, source)
-    target[:] = 0
+    target[:] = np.zeros_like(source)
+    time.sleep(0.2)  # longer than a thread takes for what it has begun, and for one more
+    assert not target.any()
+    other = noting(8)
     copy_rows(other, source)
-    assert np.array_equal(other, source) and not target.any()
+    assert np.array_equal(other, source) and len(Noting.copies) == 4  # they can be started again

@@ -319,7 +319,8 @@ def test_an_error_in_a_piece_is_not_passed_over(monkeypatch: pytest.MonkeyPatch)
     """Though the piece was done long before the end of the file."""
 
     def fail(self: RowPieces, index: int, values: object) -> None:
-        raise ZeroDivisionError
+        if not index:
+            raise ZeroDivisionError
 
     async def run() -> None:
         file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
