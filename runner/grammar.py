@@ -7,7 +7,6 @@ belongs to its sequence and not to a slot: it holds what has been *retired*, so 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from runner.cores import usable_cores
 from runner.messages import GRAMMAR_LIMITS
 
 Outcome = Literal["stop", "error"]
@@ -133,7 +133,7 @@ class GrammarExecutor:
 
     def __init__(self) -> None:
         # The engine's own thread waits for them, but the device's driver and the endpoint want a processor too.
-        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)
+        self._num_threads = min(_MAX_THREADS, usable_cores() - 1)
         self._pool: LLExecutor | None = None
 
     def _executor(self) -> LLExecutor:

@@ -4,13 +4,14 @@ with it. Called by `staging`.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from runner.cores import usable_cores
 
 _THREADS = 4
 _PART_BYTES = 640 * 1024
@@ -19,7 +20,7 @@ _PART_BYTES = 640 * 1024
 
 def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
     """target, source: [n, bytes of a row]. Returns when all are there."""
-    parts = min(_cores() // 2, _THREADS, source.nbytes // _PART_BYTES)
+    parts = min(usable_cores() // 2, _THREADS, source.nbytes // _PART_BYTES)
     if parts < 2:
         target[:] = source
         return
@@ -41,9 +42,3 @@ def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS - 1, thread_name_prefix="copies")
-
-
-@cache
-def _cores() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

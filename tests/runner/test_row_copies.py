@@ -19,7 +19,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("cores", [1, 2, 4, 16])
 @pytest.mark.parametrize("rows", [1, 3, 1023, 2048, 5003])
 def test_every_row_is_copied_once(rows: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_copies, "_cores", lambda: cores)
+    monkeypatch.setattr(row_copies, "usable_cores", lambda: cores)
     source = np.random.default_rng(rows).integers(0, 256, (rows, 1024), np.uint8)
     source.flags.writeable = False  # as mapped rows are
     target = np.zeros((rows + 2, 1024), np.uint8)
@@ -49,7 +49,7 @@ def noting(mib: int) -> NDArray[np.uint8]:
 def test_threads_are_for_many_rows_and_cores(
     mib: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_copies, "_cores", lambda: cores)
+    monkeypatch.setattr(row_copies, "usable_cores", lambda: cores)
     copy_rows(noting(mib), np.zeros((8 * mib, MIB // 8), np.uint8))
     assert len(Noting.copies) == threads and sum(length for length, _ in Noting.copies) == 8 * mib
     assert sum(thread is threading.main_thread() for _, thread in Noting.copies) == 1
@@ -68,7 +68,7 @@ def test_where_no_thread_can_be_started(started: int, monkeypatch: pytest.Monkey
         left.pop()
         start(thread)
 
-    monkeypatch.setattr(row_copies, "_cores", lambda: 16)
+    monkeypatch.setattr(row_copies, "usable_cores", lambda: 16)
     row_copies._pool.cache_clear()
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refuse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -53,17 +52,17 @@ def test_ready_and_live(server: ServerProcess) -> None:
         assert set(client.get("/version").json()) == {"version"}
 
 
-def test_probes_answer_under_load(server: ServerProcess) -> None:
-    """A probe must not wait for tokens. Bound generously; the 99th percentile is a benchmark's business."""
+def test_probes_answer_under_load(start_server: StartServer) -> None:
+    """A probe must not wait for tokens: many are answered before a stream has ended. How soon is a benchmark's
+    business."""
+    server = start_server({"step_seconds": 0.02}).wait_ready()
     with ThreadPoolExecutor(32) as pool, server.client() as client:
         streams = [pool.submit(lambda: server.open_stream(150).rest()) for _ in range(32)]
-        slowest = 0.0
-        for _ in range(30):
-            start = time.monotonic()
+        eventually(lambda: len(server.messages("generate")) == 32)
+        for _ in range(20):
             assert client.get("/livez").status_code == 200
-            slowest = max(slowest, time.monotonic() - start)
+        assert not any(stream.done() for stream in streams)
         assert all(stream.result()[-1] == "[DONE]" for stream in streams)
-    assert slowest < 3
 
 
 def samples(server: ServerProcess) -> dict[str, float]:
