@@ -220,7 +220,7 @@ def test_one_that_is_refused_is_given_up_at_once() -> None:
 
 def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
     """Nobody holds a connection meanwhile."""
-    queued = create(server, 40, metadata={"a": "b"})
+    queued = create(server, 80, metadata={"a": "b"})
     assert (queued.status, queued.background, queued.output, queued.metadata) == ("queued", True, [], {"a": "b"})
     seen = []
 
@@ -233,10 +233,10 @@ def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
     assert "in_progress" in seen
     assert done.status == "incomplete"
     assert done.usage is not None
-    assert done.usage.output_tokens == 40
+    assert done.usage.output_tokens == 80
     with connect(server, KEYS[0]) as client:
         whole = client.responses.create(
-            model="scripted", input="hello", max_output_tokens=40, extra_body={"ignore_eos": True}
+            model="scripted", input="hello", max_output_tokens=80, extra_body={"ignore_eos": True}
         )
         assert done.output_text == whole.output_text != ""
         following = client.responses.create(
