@@ -100,8 +100,6 @@ class EngineClient:
         """What the runner is doing while it loads."""
         self.failure: str | None = None
         """Set once the runner is gone: what open streams were, and new requests are, told (as EngineFailed)."""
-        self.failed_to_load = ""
-        """The runner's message, if it gave up while loading. For the operator only."""
         self.last_heartbeat = time.monotonic()
         self._live_seconds = live_seconds
         self._max_unaccepted_bytes = max_unaccepted_bytes
@@ -397,9 +395,7 @@ class EngineClient:
         return [frame.buffer for frame in frames]
 
     def _on_failed(self, message: Failed) -> None:
-        if self.model is None:
-            self.failed_to_load = message.message
-        else:
+        if self.model is not None:  # else the runner itself says why it cannot load
             logger.error("the engine failed: %s", message.message)
         self.fail(ENGINE_STOPPED)
 
