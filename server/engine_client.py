@@ -1,7 +1,7 @@
 """The server's side of the conversation with the runner: requests out, tokens in.
 
-Used by the routes through `generate`, by the probes (`model`, `last_heartbeat`, `failure`) and by the `serve` command,
-which starts and stops it. Everything here runs on the event loop's thread. The sockets are watched with `add_reader`:
+Used by the routes through `generate`, by the probes (`model`, `last_heartbeat`, `failure`) and by the `worker`, which
+starts it; `serve` stops it. Everything here runs on the event loop's thread. The sockets are watched with `add_reader`:
 a step's output is one callback that decodes one message and appends to the inboxes of the requests in it, with no task
 and no future of its own.
 """
