@@ -337,8 +337,8 @@ def test_token_embeddings_refused(value: Any) -> None:
 def test_ids_that_are_too_many_are_not_looked_at() -> None:
     """A few millions take tenths of a second."""
     with api(say("")) as (client, _):
-        for path, body in ((TOKENS, {"input": [-1] * (CONTEXT + 1)}), ("/detokenize", {"tokens": [-1] * (CONTEXT + 1)})):
-            assert str(CONTEXT) in client.post(path, body).json()["error"]["message"]
+        for path, name in ((TOKENS, "input"), ("/detokenize", "tokens")):
+            assert str(CONTEXT) in client.post(path, {name: [-1] * (CONTEXT + 1)}).json()["error"]["message"]
 
 
 def test_more_rows_than_an_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
