@@ -229,9 +229,7 @@ class EngineClient:
         number = next(self._ids)
         async with self._look_ups.open(number, self._live_seconds) as answer:
             ids = np.array(token_ids, dtype=np.int32)
-            context = current_request.get()
-            client = (context and context.api_key) or 0
-            if not self._send(encode(LookUp(self._worker, number, client)), ids.data):
+            if not self._send(encode(LookUp(self._worker, number, current_client())), ids.data):
                 raise QueueFull("The engine is not taking requests fast enough.")
             return await answer
 
