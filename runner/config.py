@@ -59,7 +59,7 @@ class RunnerConfig:
     attention_backend: AttentionBackendName = "auto"
     trust_remote_code: bool = False
     max_queue: int = 1024
-    """Requests accepted and waiting for a slot, at most; one more is rejected."""
+    """Choices that may wait for a slot, beside those that may run; one request more is rejected."""
     max_queued_tokens: int | None = None
     """Prompt rows of requests that wait for a slot, at most; one request more is rejected, unless it is alone."""
     clients: tuple[ClientLimits, ...] = (ClientLimits(),)

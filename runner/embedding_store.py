@@ -57,7 +57,10 @@ class StoredRows:
     digests: bytes = field(repr=False)
     """[num_rows, DIGEST_BYTES]."""
     created_at: float
+    """Seconds since 1970, as is `expires_at`: what clients are told."""
     expires_at: float
+    kept_until: float
+    """Seconds of the monotonic clock, which no correction of the time moves: when it is dropped."""
     users: int = 0
     """Leases that have not been given back."""
 
@@ -80,18 +83,23 @@ class _Owned:
 
 class EmbeddingStore:
     """`max_bytes`: of all entries together; `max_owner_bytes`: of one owner's; `seconds`: how long an entry is kept
-    after it was last put. `clock`: seconds since 1970."""
+    after it was last put. `clock`: monotonic; `wall_clock`: seconds since 1970."""
 
     def __init__(
-        self, max_bytes: int, max_owner_bytes: int, seconds: float, clock: Callable[[], float] = time.time
+        self,
+        max_bytes: int,
+        max_owner_bytes: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._max_bytes = max_bytes
         self._max_owner_bytes = min(max_owner_bytes, max_bytes)
         self._seconds = seconds
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, StoredRows] = OrderedDict()
-        """What can be found, the one that expires first first."""
+        """What can be found, the one that is dropped first first."""
         self._idle: OrderedDict[str, StoredRows] = OrderedDict()
         """Over all owners."""
         self._owners: dict[int, _Owned] = {}
@@ -119,13 +127,14 @@ class EmbeddingStore:
         """
         if not len(rows) or len(digests) != len(rows) * DIGEST_BYTES:
             raise ValueError("there must be a digest for every row")
-        now = self._clock()
-        entry = StoredRows(_id(owner, sha256), owner, sha256, rows, digests, now, now + self._seconds)
+        now, created = self._clock(), self._wall_clock()
+        expires, until = created + self._seconds, now + self._seconds
+        entry = StoredRows(_id(owner, sha256), owner, sha256, rows, digests, created, expires, until)
         with self._lock:
             self._expire(now)
             known = self._entries.get(entry.id)
             if known is not None:
-                known.expires_at = entry.expires_at
+                known.expires_at, known.kept_until = entry.expires_at, entry.kept_until
                 self._entries.move_to_end(known.id)
                 self._touch(known)
                 return known.info()
@@ -217,7 +226,7 @@ class EmbeddingStore:
     def _expire(self, now: float) -> None:
         while self._entries:
             first = next(iter(self._entries.values()))
-            if first.expires_at > now:
+            if first.kept_until > now:
                 return
             self._remove(first)
 

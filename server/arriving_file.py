@@ -1,5 +1,6 @@
 """A tensor file on its way: what has come of it is checked, cast, hashed and put where the runner reads it, while the
-rest is still to come. Filled by `multipart` and `request_body`, read by `inputs`.
+rest is still to come. Filled by `multipart`, `request_body` and `arriving_base64`, read by `inputs` and
+`prompt_embeds`.
 
 Files begin with a header that says where the values are (safetensors, .npy): once that is there, each piece of rows is
 made as soon as its last byte has come, by a thread, or, a prompt's last one, at once. What is small, or has no such

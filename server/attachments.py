@@ -1,5 +1,6 @@
 """Puts the tensor fields of a multipart body where its JSON names them: `{"type": "prompt_embeds", "part": "field"}`
 becomes a part whose `data` is the field. Called by `request_body`; what becomes of it then is `segments`' affair.
+`arriving_json` asks for the same places (`embedding_parts`).
 
 Looks only where parts can be: in the list of a completion's prompt or of an embedding's input, in the lists of a batch,
 and in the content of chat messages. Each field is named once: named twice, a small body could become a large prompt.

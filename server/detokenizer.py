@@ -15,8 +15,6 @@ from tokenizers.decoders import DecodeStream
 
 from server.vocabulary import Vocabulary
 
-_REPLACEMENT = "\ufffd"
-
 
 class Detokenizer(Protocol):
     """The text of a growing token sequence."""

@@ -92,7 +92,6 @@ async def _begin(
             value, services, add_special_tokens=add_special, param=where, truncation=truncation
         )
     else:
-        check_token_ids(value, services.model.vocab_size, where)
         token_ids = value if truncation is None else truncation.of_ids(value)
     if not token_ids:
         raise InvalidRequest(f"{where} must have at least one token.", param=where)
@@ -103,6 +102,8 @@ async def _begin(
             " reduce its length, or set truncate_prompt_tokens.",
             param=where,
         )
+    if not isinstance(value, str):  # two million are counted in no time, but not looked at
+        check_token_ids(token_ids, services.model.vocab_size, where)
     return Prompt.from_token_ids(token_ids, where)
 
 

@@ -1,7 +1,7 @@
 """The server's side of the conversation with the runner: requests out, tokens in.
 
-Used by the routes through `generate`, by the probes (`model`, `last_heartbeat`, `failure`) and by the `serve` command,
-which starts and stops it. Everything here runs on the event loop's thread. The sockets are watched with `add_reader`:
+Used by the routes through `generate`, by the probes (`model`, `last_heartbeat`, `failure`) and by the `worker`, which
+starts it; `serve` stops it. Everything here runs on the event loop's thread. The sockets are watched with `add_reader`:
 a step's output is one callback that decodes one message and appends to the inboxes of the requests in it, with no task
 and no future of its own.
 """
@@ -100,8 +100,6 @@ class EngineClient:
         """What the runner is doing while it loads."""
         self.failure: str | None = None
         """Set once the runner is gone: what open streams were, and new requests are, told (as EngineFailed)."""
-        self.failed_to_load = ""
-        """The runner's message, if it gave up while loading. For the operator only."""
         self.last_heartbeat = time.monotonic()
         self._live_seconds = live_seconds
         self._max_unaccepted_bytes = max_unaccepted_bytes
@@ -231,9 +229,7 @@ class EngineClient:
         number = next(self._ids)
         async with self._look_ups.open(number, self._live_seconds) as answer:
             ids = np.array(token_ids, dtype=np.int32)
-            context = current_request.get()
-            client = (context and context.api_key) or 0
-            if not self._send(encode(LookUp(self._worker, number, client)), ids.data):
+            if not self._send(encode(LookUp(self._worker, number, current_client())), ids.data):
                 raise QueueFull("The engine is not taking requests fast enough.")
             return await answer
 
@@ -397,9 +393,7 @@ class EngineClient:
         return [frame.buffer for frame in frames]
 
     def _on_failed(self, message: Failed) -> None:
-        if self.model is None:
-            self.failed_to_load = message.message
-        else:
+        if self.model is not None:  # else the runner itself says why it cannot load
             logger.error("the engine failed: %s", message.message)
         self.fail(ENGINE_STOPPED)
 

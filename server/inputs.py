@@ -310,8 +310,8 @@ async def _from_text_or_ids(
     else:
         if truncation is None:
             _check_rows(len(value), services, "prompt")  # two million are counted in no time, but not looked at
-        check_token_ids(value, services.model.vocab_size, "prompt")
         token_ids, text = value if truncation is None else truncation.of_ids(value), None
+        check_token_ids(token_ids, services.model.vocab_size, "prompt")
     if not token_ids:
         raise InvalidRequest("prompt must have at least one token.", param="prompt")
     return Prompt.from_token_ids(token_ids, "prompt", text)

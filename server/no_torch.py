@@ -1,4 +1,4 @@
-"""Keeps torch out of the API process. Called by `serve` before anything imports transformers.
+"""Keeps torch out of the API process. Called by `worker` before anything imports transformers.
 
 All that the server wants of transformers is a tokenizer and its chat template, and neither needs torch. But where torch
 is installed transformers imports it, which takes 200 MiB and, with one or two cores, seconds that the runner wants for

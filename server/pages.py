@@ -2,10 +2,10 @@
 
 Freeing a hundred megabytes at once takes six milliseconds, the interpreter's lock held, in whichever thread happens to
 let go last: long enough to be seen in every stream of the process. `Pages` are given back by a thread of their own,
-a megabyte at a time.
+a few megabytes at a time.
 
-Used by `body`, `multipart` and `request_body` for what they receive, by `embeddings`, `row_values` and `row_memory` for
-what they make.
+Used by `body`, `multipart`, `arriving_json` and `arriving_file` for what they receive, by `embeddings`, `row_values`
+and `row_memory` for what they make.
 """
 
 from __future__ import annotations

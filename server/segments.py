@@ -118,7 +118,7 @@ def _parse_part(part: Any, where: str, take_embeddings: bool, take_images: bool)
 
 
 def parse_embedding_part(part: Mapping[str, Any], where: str, *, take_embeddings: bool) -> EmbeddingPart:
-    """A part whose type is prompt_embeds. Raises InvalidRequest, or UnsupportedParameter."""
+    """A part whose type is prompt_embeds. Raises InvalidRequest."""
     if not take_embeddings:
         raise InvalidRequest(f"{where}: this server takes no prompt_embeds.", param=where)
     hints = _parse_hints(part.get("token_ids"), f"{where}.token_ids")

@@ -199,7 +199,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=_integer(0, 1 << 31),
         default=_DEFAULTS.max_queue,
         metavar="N",
-        help=_with_default("requests that may wait; one more is answered 429", _DEFAULTS.max_queue),
+        help=_with_default("choices that may wait for a slot; one prompt more is answered 429", _DEFAULTS.max_queue),
     )
     add(
         "--max-queued-tokens",

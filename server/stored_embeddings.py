@@ -1,5 +1,5 @@
-"""The runner's store of embeddings as one API process sees it: used by the routes of `prompt_embeds` and by `inputs`,
-on the event loop.
+"""The runner's store of embeddings as one API process sees it: used by the routes of `prompt_embeds` and by
+`stored_parts`, on the event loop.
 
 Whose embeddings are meant follows from the request that is being answered: each API key has its own.
 """

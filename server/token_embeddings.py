@@ -79,7 +79,6 @@ async def _token_ids(request: TokenEmbeddingsRequest, services: Services) -> lis
         add_special = request.add_special_tokens is not False
         token_ids = await encode_prompt(value, services, add_special_tokens=add_special, param="input")
     elif isinstance(value, list):
-        check_token_ids(value, services.model.vocab_size, "input")
         token_ids = value
     else:
         raise InvalidRequest("input must be a string or a list of token ids.", param="input")
@@ -90,6 +89,8 @@ async def _token_ids(request: TokenEmbeddingsRequest, services: Services) -> lis
             f"This model's maximum context length is {limit} tokens. However, your input has {len(token_ids)}.",
             param="input",
         )
+    if not isinstance(value, str):
+        check_token_ids(token_ids, services.model.vocab_size, "input")
     return token_ids
 
 

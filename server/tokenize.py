@@ -86,9 +86,9 @@ def _detokenize(body: Mapping[str, Any], services: Services) -> Response:
     services.model_name(request.model)
     if not isinstance(request.tokens, list):
         raise InvalidRequest("tokens must be a list of token ids.", param="tokens")
-    check_token_ids(request.tokens, services.model.vocab_size, "tokens")
     if len(request.tokens) > services.model.max_model_len:
         raise InvalidRequest(f"tokens must have at most {services.model.max_model_len} items.", param="tokens")
+    check_token_ids(request.tokens, services.model.vocab_size, "tokens")
     return _json({"prompt": services.tokenizer.decode(request.tokens, skip_special_tokens=False)})
 
 

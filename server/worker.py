@@ -88,7 +88,7 @@ class UnusableModel(Exception):
 
 
 class Worker:
-    """`start`, `load`, connections through `take`; then `give_up` if need be, `stop` and `close`."""
+    """`start`, `load`, connections through `take`; then `give_up` if need be, and `stop`."""
 
     def __init__(self, spec: WorkerSpec, cells: SharedCells, certificate: Certificate | None = None) -> None:
         config = self._config = spec.config

@@ -1,5 +1,6 @@
 """Reasoning as a part of a grammar: it comes first and is free, and what is asked of the answer holds behind it. In
-llguidance's Lark dialect. Used by `tools.grammar` for calls, and by `chat` for structured outputs (`behind_reasoning`).
+llguidance's Lark dialect. Used by `tools.grammar` for calls, and by `answer_grammar` for structured outputs
+(`behind_reasoning`).
 """
 
 from __future__ import annotations

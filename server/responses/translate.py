@@ -1,4 +1,4 @@
-"""A response request as a chat request, and chat's errors in the words of the Responses API. Called by `create`."""
+"""A response request as a chat request, and chat's errors in the words of the Responses API. Called by `routes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool parser makes of a model's text, and the interface of the parsers. Read by `server.chat_output`."""
+"""What a tool parser makes of a model's text, and the interface of the parsers. Read by `server.chat_parts`."""
 
 from __future__ import annotations
 

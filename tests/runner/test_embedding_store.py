@@ -34,7 +34,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(clock: Clock) -> EmbeddingStore:
-    return EmbeddingStore(ROOM, ROOM, 60.0, clock)
+    return EmbeddingStore(ROOM, ROOM, 60.0, clock, clock)
 
 
 def rows(seed: int, count: int = 10) -> NDArray[np.uint8]:
@@ -86,6 +86,22 @@ def test_it_expires_however_often_it_is_used(store: EmbeddingStore, clock: Clock
     clock.now += 60
     store.expire()
     assert (len(store), store.size) == (0, 0)
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_wall_clock_that_jumps_drops_and_keeps_nothing(clock: Clock, jump: float) -> None:
+    wall = Clock()
+    store = EmbeddingStore(ROOM, ROOM, 60.0, clock, wall)
+    first = put(store, 1)
+    clock.now += 30
+    wall.now += jump
+    second = put(store, 2)
+    clock.now += 29
+    assert ids(store) == [second, first]
+    clock.now += 1
+    assert ids(store) == [second]
+    clock.now += 30
+    assert ids(store) == []
 
 
 def test_what_was_used_longest_ago_makes_room(store: EmbeddingStore) -> None:

@@ -142,7 +142,7 @@ def test_a_refused_one_is_given_back(path: Path) -> None:
 
 def entry(count: int, value: int) -> StoredRows:
     rows = np.full((count, 8), value, np.uint8)
-    return StoredRows("emb", 0, "", rows, bytes([value]) * (DIGEST_BYTES * count), 0.0, 1.0)
+    return StoredRows("emb", 0, "", rows, bytes([value]) * (DIGEST_BYTES * count), 0.0, 1.0, 1.0)
 
 
 def stored(ids: list[int], spans: list[Span], frames: list[bytes], leased: tuple[StoredRows, ...]) -> Request:

@@ -118,6 +118,21 @@ def test_streams(setting: Setting) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_text_with_ends_of_lines_that_are_none_of_the_stream(size: int) -> None:
+    """Those of `str.splitlines`, which JSON leaves as they are."""
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh"
+    chunks: list[Any] = [{"choices": [{"text": each}]} for each in (text, "", text)]
+    events = [f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks]
+    body = "".join([": a comment\n", *events, "data: [DONE]\n\n"]).encode()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=(body[at : at + size] for at in range(0, len(body), size)))
+
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://test") as http:
+        assert list(Client(http=http).stream("ques")) == chunks
+
+
 def test_stored(setting: Setting) -> None:
     client = setting.client
     kept = [client.upload(ROWS * number) for number in (1, 2, 3)]

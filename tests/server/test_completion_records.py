@@ -271,6 +271,13 @@ def test_truncated_prompts(side: str) -> None:
     assert [len(each) for each in submitted[3:]] == [MODEL.max_model_len - 28, MODEL.max_model_len - 16]
 
 
+def test_what_truncation_leaves_out_is_not_looked_at() -> None:
+    """There may be millions of ids."""
+    with api(say("x")) as (client, engine):
+        complete(client, prompt=[*[-1] * 500, 5, 6, 7], truncate_prompt_tokens=3)
+        assert engine.submitted[0].prompt.token_ids.tolist() == [5, 6, 7]
+
+
 def test_truncation_keeps_special_tokens_like_the_library() -> None:
     own = build_tokenizer()
     backend = own.backend_tokenizer

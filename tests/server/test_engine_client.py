@@ -173,7 +173,7 @@ def test_a_failure_to_load() -> None:
         with pytest.raises(EngineFailed):
             await engine.generate(PROMPT, PARAMS)
 
-    assert play(scenario, ready=False).failed_to_load == "too large"
+    assert play(scenario, ready=False).failure is not None
 
 
 def test_heartbeats_carry_the_stats() -> None:

@@ -77,7 +77,7 @@ def stored(value: str) -> dict[str, Any]:
 
 
 def test_an_upload_tells_what_is_kept() -> None:
-    server = Server(clock=lambda: 1000.0)
+    server = Server(wall_clock=lambda: 1000.0)
     body = server.upload(3)
     assert body == {
         "id": body["id"],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -15,8 +16,10 @@ import pytest
 import safetensors.numpy
 
 from runner.messages import Span
+from server import request_body
 from server.arriving_file import ArrivingFile
 from server.arriving_json import ArrivingJson
+from server.attachments import attach
 from tests.models import HIDDEN_SIZE
 from tests.server.completion_calls import embedding
 from tests.server.conftest import StartServer
@@ -50,10 +53,25 @@ def message(*content: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_json_of_a_form_has_a_limit() -> None:
     engine = FakeEngine(say("x"))
-    body = json.dumps({"prompt": [field("a")], "user": "x" * 100_000}).encode()
-    for limit, status in ((100_000, 413), (200_000, 200)):
+    body = json.dumps({"prompt": [field("a")], "user": "x" * 300_000}).encode()
+    for limit, status in ((300_000, 413), (400_000, 200)):
         client = Api(services(engine, max_json_bytes=limit))
         assert client.post(COMPLETIONS, content=None, files={"request": body, "a": payload(2)}).status_code == status
+
+
+def test_a_large_json_is_not_searched_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids among parts are refused, but not before all of them have been passed by."""
+    on_loop: list[bool] = []
+
+    def search(body: Mapping[str, Any], fields: Mapping[str, ArrivingFile]) -> None:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        attach(body, fields)
+
+    monkeypatch.setattr(request_body, "attach", search)
+    for ids in (1000, 100_000):
+        response, _ = send(COMPLETIONS, {"prompt": [field("a"), *[0] * ids]}, a=payload(2))
+        assert response.status_code == 400, response.text
+    assert on_loop == [True, False]
 
 
 def test_a_form_is_what_its_json_would_be() -> None:

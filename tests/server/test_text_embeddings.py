@@ -39,6 +39,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         [[5], [VOCAB_SIZE]], [[5], [2**70]], [[5], [5.0]], [[5], [[5]]], ["x", [{"type": "text", "text": ""}]])),
     ({"input": [5] * (CONTEXT + 1)}, "input", "context_length_exceeded"),
     ({"input": ["x", [5] * (CONTEXT + 1)]}, "input[1]", "context_length_exceeded"),
+    ({"input": [-1] * (CONTEXT + 1)}, "input", "context_length_exceeded"),  # counted, not looked at
     ({"input": "x" * 100_000}, "input", "context_length_exceeded"),
     ({"input": [[5]] * (MAX_INPUTS + 1)}, "input", "invalid_value"),
     ({"input": [[{"type": "text", "text": "x"}] * 2049] * 2}, "input", "invalid_value"),
@@ -331,6 +332,13 @@ def test_token_embeddings_refused(value: Any) -> None:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "input"
         assert client.post(TOKENS, {"input": "x", "model": "other"}).status_code == 404
+
+
+def test_ids_that_are_too_many_are_not_looked_at() -> None:
+    """A few millions take tenths of a second."""
+    with api(say("")) as (client, _):
+        for path, name in ((TOKENS, "input"), ("/detokenize", "tokens")):
+            assert str(CONTEXT) in client.post(path, {name: [-1] * (CONTEXT + 1)}).json()["error"]["message"]
 
 
 def test_more_rows_than_an_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
