@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,7 +24,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from tests import leash
-from tests.server.scripted_runner import Script
+from tests.server.scripted_runner import HOLD, NUDGE, Script
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,9 @@ def free_port() -> int:
     raise OSError(f"none of 100 ports up to {port} is free")
 
 
-def eventually(probe: Callable[[], T], seconds: float = 20.0, *, pause: float = 0.02) -> T:
-    """The first true answer of `probe`, asked after every `pause`; fails when there is none in time."""
+def eventually(probe: Callable[[], T], seconds: float = 60.0, *, pause: float = 0.02) -> T:
+    """The first true answer of `probe`, asked after every `pause`; fails when there is none in time. (`seconds` is only
+    how long a test waits for what never comes, on a machine that has other things to do: it is not to be tested.)"""
     deadline = time.monotonic() + seconds
     while not (answer := probe()):
         assert time.monotonic() < deadline, "this never became true"
@@ -107,7 +109,8 @@ class ServerProcess:
         """What the runner logged."""
         if not self.log_path.exists():
             return []
-        events = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        lines, _, _ = self.log_path.read_text().rpartition("\n")  # a line may be there in part
+        events = [json.loads(line) for line in lines.splitlines()]
         return [event for event in events if event["kind"] == kind]
 
     @property
@@ -121,12 +124,12 @@ class ServerProcess:
     # --- what is done to it ---------------------------------------------------------------------------------------
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.base, timeout=30, **options)
+        return httpx.Client(base_url=self.base, timeout=60, **options)
 
     def status(self, path: str) -> int:
         """0 where nobody answers."""
         try:
-            return httpx.get(self.base + path, timeout=5).status_code
+            return httpx.get(self.base + path, timeout=30).status_code
         except httpx.TransportError:
             return 0
 
@@ -144,13 +147,24 @@ class ServerProcess:
     def signal_runner(self, number: int) -> None:
         os.kill(self.runner_pid, number)
 
-    def exit_status(self, seconds: float = 20) -> int:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """The runner takes requests, and makes no step with them but one for each call of what this gives (which has to
+        be seen before the next): what runs is still running however slow the test is."""
+        self.signal_runner(HOLD)
+        try:
+            yield partial(self.signal_runner, NUDGE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal_runner(HOLD)
+
+    def exit_status(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
 
     def complete(self, max_tokens: int, *, client: httpx.Client | None = None, **body: Any) -> httpx.Response:
         """One completion, not streamed."""
         send = (client or httpx).post
-        return send(self.base + "/v1/completions", json=completion(max_tokens, **body), timeout=30)
+        return send(self.base + "/v1/completions", json=completion(max_tokens, **body), timeout=60)
 
     def open_stream(self, max_tokens: int, **body: Any) -> Stream:
         return Stream(self.port, "/v1/completions", completion(max_tokens, stream=True, **body))
@@ -164,7 +178,7 @@ class Stream:
     """A streamed answer, read event by event; `close` hangs up."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._connection.request(
             "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
         )
