@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -148,15 +147,21 @@ class ServerProcess:
         os.kill(self.runner_pid, number)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Callable[[], None]]:
-        """The runner takes requests, and makes no step with them but one for each call of what this gives (which has to
-        be seen before the next): what runs is still running however slow the test is."""
+    def held(self) -> Iterator[Callable[..., None]]:
+        """The runner takes requests, and makes no step with them but as many as what this gives is told, which it waits
+        for: what runs is still running however slow the test is."""
         self.signal_runner(HOLD)
         try:
-            yield partial(self.signal_runner, NUDGE)
+            yield self._step
         finally:
             with contextlib.suppress(ProcessLookupError):
                 self.signal_runner(HOLD)
+
+    def _step(self, count: int = 1) -> None:
+        for _ in range(count):
+            made = len(self.messages("nudged"))
+            self.signal_runner(NUDGE)
+            eventually(lambda made=made: len(self.messages("nudged")) > made, pause=0.001)  # type: ignore[misc]
 
     def exit_status(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)

@@ -165,8 +165,11 @@ class ScriptedRunner:
                 self.send(Heartbeat(Stats(running=len(self.choices), steps=self.steps, blocks_total=64)))
             may_step = self.nudged if self.held else now - step >= self.script.step_seconds
             if self.choices and may_step:
-                step, self.nudged = now, False
+                step = now
                 self.step()
+                if self.held:
+                    self.nudged = False
+                    self.write("nudged")
 
     def on_message(self, frames: list[bytes], ready: bool) -> None:
         message = decode_to_runner(frames[0])

@@ -224,7 +224,7 @@ def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
         queued = create(server, 80, metadata={"a": "b"})
         assert (queued.status, queued.background, queued.output, queued.metadata) == ("queued", True, [], {"a": "b"})
         assert get(server, queued).status == "queued"
-        step()
+        step(10)  # the first tokens have no text
         eventually(lambda: get(server, queued).status == "in_progress")
     eventually(lambda: get(server, queued).status in ENDED)
     done = get(server, queued)
@@ -249,7 +249,7 @@ def test_cancel(server: ServerProcess) -> None:
     for _ in range(2):  # whichever process it comes to
         with server.held() as step:
             running = create(server, 400)
-            step()
+            step(10)  # the first tokens have no text
             eventually(lambda running=running: get(server, running).status == "in_progress")  # type: ignore[misc]
             with connect(server, KEYS[0]) as client:
                 cancelled = client.responses.cancel(running.id)
@@ -316,7 +316,7 @@ def test_a_process_that_dies_leaves_word(start_server: StartServer) -> None:
     with server.held() as step:
         responses = [create(server, 400, "none") for _ in range(2)]
         assert len(workers_of(server)) == 2
-        step()
+        step(10)  # the first tokens have no text
         eventually(lambda: statuses() == ["in_progress"] * 2)
         (pid,) = children(server)
         os.kill(pid, signal.SIGKILL)

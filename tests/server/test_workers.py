@@ -39,7 +39,7 @@ def workers_of(server: ServerProcess) -> Counter[int]:
     return Counter(event["worker"] for event in server.messages("generate"))
 
 
-def open_streams(server: ServerProcess, count: int, step: Callable[[], None]) -> list[Stream]:
+def open_streams(server: ServerProcess, count: int, step: Callable[..., None]) -> list[Stream]:
     """Of a server that is held, one token of each read."""
     streams = [server.open_stream(FEW) for _ in range(count)]
     step()
