@@ -115,7 +115,7 @@ class Upload:
     async def put(self, size: int, *, more: bool = True) -> None:
         """Returns when it has been taken, and the next is asked for or nothing more is done."""
         self._chunks.put_nowait({"type": "http.request", "body": bytes(size), "more_body": more})
-        while not self._chunks.empty() and not self.task.done():
+        while not self._chunks.empty() and not self.task.done():  # noqa: ASYNC110 - a turn of the loop, no time
             await asyncio.sleep(0)
         for _ in range(10):  # whoever has taken it does what is to be done at once
             await asyncio.sleep(0)

@@ -62,6 +62,7 @@ def outcome(
     request: pytest.FixtureRequest, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[App, Client], Outcome]:
     """Serves one request of a client's; its line and what was counted."""
+
     def outcome(app: App, client: Client, *, read_seconds: float = 60.0, **options: Any) -> Outcome:
         monkeypatch.setattr(LimitedHttpProtocol, "read_seconds", read_seconds)
         metrics = Metrics("m")

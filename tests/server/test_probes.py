@@ -12,7 +12,6 @@ from tests.server.conftest import StartServer
 from tests.server.harness import ServerProcess, eventually
 from tests.server.scripted_runner import REJECTED
 
-
 STALLED = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "its engine hangs"])
 
 
