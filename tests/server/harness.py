@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from tests import leash
-from tests.server.scripted_runner import Script
+from tests.server.scripted_runner import HOLD, NUDGE, Script
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,9 @@ def free_port() -> int:
     raise OSError(f"none of 100 ports up to {port} is free")
 
 
-def eventually(probe: Callable[[], T], seconds: float = 20.0, *, pause: float = 0.02) -> T:
-    """The first true answer of `probe`, asked after every `pause`; fails when there is none in time."""
+def eventually(probe: Callable[[], T], seconds: float = 60.0, *, pause: float = 0.02) -> T:
+    """The first true answer of `probe`, asked after every `pause`; fails when there is none in time. (`seconds` is only
+    how long a test waits for what never comes, on a machine that has other things to do: it is not to be tested.)"""
     deadline = time.monotonic() + seconds
     while not (answer := probe()):
         assert time.monotonic() < deadline, "this never became true"
@@ -107,7 +108,8 @@ class ServerProcess:
         """What the runner logged."""
         if not self.log_path.exists():
             return []
-        events = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        lines, _, _ = self.log_path.read_text().rpartition("\n")  # a line may be there in part
+        events = [json.loads(line) for line in lines.splitlines()]
         return [event for event in events if event["kind"] == kind]
 
     @property
@@ -121,12 +123,12 @@ class ServerProcess:
     # --- what is done to it ---------------------------------------------------------------------------------------
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.base, timeout=30, **options)
+        return httpx.Client(base_url=self.base, timeout=60, **options)
 
     def status(self, path: str) -> int:
         """0 where nobody answers."""
         try:
-            return httpx.get(self.base + path, timeout=5).status_code
+            return httpx.get(self.base + path, timeout=30).status_code
         except httpx.TransportError:
             return 0
 
@@ -144,13 +146,30 @@ class ServerProcess:
     def signal_runner(self, number: int) -> None:
         os.kill(self.runner_pid, number)
 
-    def exit_status(self, seconds: float = 20) -> int:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[..., None]]:
+        """The runner takes requests, and makes no step with them but as many as what this gives is told, which it waits
+        for: what runs is still running however slow the test is."""
+        self.signal_runner(HOLD)
+        try:
+            yield self._step
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal_runner(HOLD)
+
+    def _step(self, count: int = 1) -> None:
+        for _ in range(count):
+            made = len(self.messages("nudged"))
+            self.signal_runner(NUDGE)
+            eventually(lambda made=made: len(self.messages("nudged")) > made, pause=0.001)  # type: ignore[misc]
+
+    def exit_status(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
 
     def complete(self, max_tokens: int, *, client: httpx.Client | None = None, **body: Any) -> httpx.Response:
         """One completion, not streamed."""
         send = (client or httpx).post
-        return send(self.base + "/v1/completions", json=completion(max_tokens, **body), timeout=30)
+        return send(self.base + "/v1/completions", json=completion(max_tokens, **body), timeout=60)
 
     def open_stream(self, max_tokens: int, **body: Any) -> Stream:
         return Stream(self.port, "/v1/completions", completion(max_tokens, stream=True, **body))
@@ -164,7 +183,7 @@ class Stream:
     """A streamed answer, read event by event; `close` hangs up."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._connection.request(
             "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
         )

@@ -5,6 +5,9 @@
 It echoes: token i of choice c is the prompt's id number (i + c) modulo its length (an embedding row counts as id 1).
 Embeddings and responses are stored as the real one does it. Tests that need it to misbehave send it signals: SIGKILL to
 die, SIGSTOP to freeze, SIGUSR1 to go on taking requests while its engine hangs, SIGUSR2 to report a failure and exit.
+
+Tests that need something to be still running tell it when to go on, however slow they are: with HOLD it makes no step
+(and is well otherwise, unlike one that hangs) until HOLD comes again, with NUDGE one step, or it has loaded.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from runner.messages import (
     Accepted,
     End,
     Failed,
+    FinishReason,
     FromRunner,
     Generate,
     Heartbeat,
@@ -66,6 +70,7 @@ from runner.shared_rows import can_share, map_rows, with_shared
 from runner.store_messages import answer
 
 HEARTBEAT_SECONDS = 0.1
+HOLD, NUDGE = signal.SIGRTMIN, signal.SIGRTMIN + 1
 REJECTED: dict[int, RejectReason] = {13: "queue_full", 14: "rows_full", 15: "invalid"}
 """Prompts that begin with these ids are rejected."""
 
@@ -75,8 +80,9 @@ class Script:
     model: str
     """The folder whose config.json and tokenizer it pretends to serve."""
     log: str = os.devnull
-    """A JSON line is written here for its start and for each message that it gets."""
+    """A JSON line is written here for its start, for each message that it gets and for each choice that it ends."""
     load_seconds: float = 0.0
+    """Or until NUDGE comes."""
     step_seconds: float = 0.001
     fail_loading: str = ""
     """Not empty: loading fails with this message and exit status 3."""
@@ -114,8 +120,9 @@ class ScriptedRunner:
         self.waiting: dict[int, list[Started]] = {}
         self.hanging = False
         self.failing = False
+        self.held = False
+        self.nudged = False
         self.steps = 0
-        self.write("start", pid=os.getpid(), parent=os.getppid())
 
     def write(self, kind: str, **values: Any) -> None:
         self.log.write(json.dumps({"kind": kind, **values}) + "\n")
@@ -127,6 +134,7 @@ class ScriptedRunner:
                 socket.send(encode(message))
 
     def run(self) -> int:
+        self.write("start", pid=os.getpid(), parent=os.getppid())
         loaded_at = time.monotonic() + self.script.load_seconds
         ready = False
         beat = step = 0.0
@@ -140,8 +148,9 @@ class ScriptedRunner:
                 time.sleep(0.1)
                 return 1
             if not ready:
-                if not self.workers or now < loaded_at:
+                if not self.workers or (now < loaded_at and not self.nudged):
                     continue
+                self.nudged = False
                 if self.script.fail_loading:
                     self.send(Failed(self.script.fail_loading))
                     print(f"runner: {self.script.fail_loading}", file=sys.stderr)
@@ -154,9 +163,13 @@ class ScriptedRunner:
             if now - beat >= HEARTBEAT_SECONDS:
                 beat = now
                 self.send(Heartbeat(Stats(running=len(self.choices), steps=self.steps, blocks_total=64)))
-            if self.choices and now - step >= self.script.step_seconds:
+            may_step = self.nudged if self.held else now - step >= self.script.step_seconds
+            if self.choices and may_step:
                 step = now
                 self.step()
+                if self.held:
+                    self.nudged = False
+                    self.write("nudged")
 
     def on_message(self, frames: list[bytes], ready: bool) -> None:
         message = decode_to_runner(frames[0])
@@ -263,15 +276,18 @@ class ScriptedRunner:
                 output.tokens.append(token)
                 logprobs.append(None if sampling.logprobs is None else _logprobs(token, sampling.logprobs))
                 if token in sampling.stop_token_ids and each.done >= sampling.min_tokens:
-                    output.ends.append(End(each.request, each.choice, "stop", token))
-                    self.choices.remove(each)
+                    self.end(each, output, "stop", token)
                     continue
             if each.done >= sampling.max_tokens:
-                output.ends.append(End(each.request, each.choice, "length"))
-                self.choices.remove(each)
+                self.end(each, output, "length")
         if any(logprobs):
             output.logprobs.extend(logprobs)
         return output
+
+    def end(self, choice: Choice, output: StepOutput, reason: FinishReason, token: int | None = None) -> None:
+        output.ends.append(End(choice.request, choice.choice, reason, token))
+        self.choices.remove(choice)
+        self.write("end", request=choice.request, choice=choice.choice)
 
     def model_info(self) -> ModelInfo:
         config = json.loads((Path(self.script.model) / "config.json").read_text())
@@ -312,6 +328,14 @@ def main() -> int:
     def fail(number: int, frame: FrameType | None) -> None:
         runner.failing = True
 
+    def hold(number: int, frame: FrameType | None) -> None:
+        runner.held, runner.nudged = not runner.held, False
+
+    def nudge(number: int, frame: FrameType | None) -> None:
+        runner.nudged = True
+
+    signal.signal(HOLD, hold)
+    signal.signal(NUDGE, nudge)
     signal.signal(signal.SIGUSR1, hang)
     signal.signal(signal.SIGUSR2, fail)
     return runner.run()

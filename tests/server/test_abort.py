@@ -20,8 +20,8 @@ KEYS = ("first", "second")
 
 @pytest.fixture(scope="module")
 def slow(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A token takes it a fiftieth of a second: nothing here is ever complete."""
-    script = Script(model=str(tiny_model("llama")), step_seconds=0.02)
+    """A token takes it a tenth of a second: nothing here is ever complete, 40 seconds later."""
+    script = Script(model=str(tiny_model("llama")), step_seconds=0.1)
     with ServerProcess(script, tmp_path_factory.mktemp("slow"), api_keys=KEYS) as server:
         yield server.wait_ready()
 
@@ -88,7 +88,7 @@ def test_answers_that_have_ended_are_forgotten(slow: ServerProcess) -> None:
 
 
 def test_an_answer_of_another_worker(start_server: StartServer) -> None:
-    server = start_server({"step_seconds": 0.02}, api_workers=2, api_keys=KEYS).wait_ready()
+    server = start_server({"step_seconds": 0.1}, api_workers=2, api_keys=KEYS).wait_ready()
     workers = set()
     for _ in range(3):
         body = completion(400, prompt=[[5, 6, 7]] * 2, n=2, stream=True)

@@ -149,19 +149,19 @@ def test_one_that_is_given_up_leaves_nothing_to_do() -> None:
 def busy() -> Iterator[Callable[[], None]]:
     """All threads that make rows are; call it to let them go on and to wait until nothing is queued."""
     release, count = threading.Event(), threads()._max_workers
-    begun = threading.Barrier(count + 1)
+    begun, together = threading.Barrier(count + 1), threading.Barrier(count)
 
     def block() -> None:
-        begun.wait(10)
-        release.wait(30)
+        begun.wait(30)
+        release.wait(60)
 
     blocking = [threads().submit(block) for _ in range(count)]
-    begun.wait(10)
+    begun.wait(30)
 
     def go_on() -> None:
         release.set()
-        wait(blocking, 10)
-        threads().submit(int).result(10)
+        wait(blocking, 30)
+        wait([threads().submit(together.wait, 30) for _ in range(count)], 30)  # each has nothing else to do
 
     yield go_on
     go_on()
@@ -382,7 +382,10 @@ def test_a_body_waits_for_threads_that_are_behind(busy: Callable[[], None]) -> N
                 await file.keep_up()
 
         receiving = asyncio.ensure_future(receive())
-        await asyncio.wait([receiving], timeout=0.2)
+        async with asyncio.timeout(20):
+            while received <= arriving_file._AHEAD_PIECES * size:  # noqa: ASYNC110 - nothing sets an event
+                await asyncio.sleep(0.001)
+        await asyncio.wait([receiving], timeout=0.1)
         assert not receiving.done()
         assert arriving_file._AHEAD_PIECES * size < received <= (arriving_file._AHEAD_PIECES + 2) * size
         busy()
@@ -444,7 +447,7 @@ def test_of_threads_one_hashes_and_no_other_waits_for_it() -> None:
     class Slow:
         def update(self, rows: memoryview) -> None:
             entered.set()
-            release.wait(2)
+            release.wait(20)
             hashed.append(bytes(rows))
 
     digest = WholeDigest()

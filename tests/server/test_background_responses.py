@@ -33,7 +33,7 @@ ENDED = ("completed", "incomplete", "failed", "cancelled")
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    script = Script(model=str(tiny_model("llama")), step_seconds=0.01)
+    script = Script(model=str(tiny_model("llama")))
     folder = tmp_path_factory.mktemp("background")
     with ServerProcess(script, folder, api_workers=2, api_keys=KEYS) as server:
         yield server.wait_ready()
@@ -130,7 +130,7 @@ class BusyRunner(RecordsHarness):
             if self.told <= self._times:
                 return False
             if self._answers_late:
-                asyncio.get_running_loop().call_later(0.3, super()._send, *frames)
+                asyncio.get_running_loop().call_later(0.7, super()._send, *frames)
                 return True
         return super()._send(*frames)
 
@@ -149,7 +149,7 @@ def test_how_it_has_ended_is_said_until_the_runner_takes_it(
 def test_how_it_has_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner that has taken the message answers some time: that it did not in time is no reason to call a response
     too large that has ended well."""
-    monkeypatch.setattr("server.questions._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("server.questions._ANSWER_SECONDS", 0.5)
     records = BusyRunner(0, answers_late=True)
     response = ended_in_process(FakeEngine(say("Good day.")), records)
     assert (response["status"], response["store"], records.told) == ("completed", True, 1)
@@ -220,17 +220,14 @@ def test_one_that_is_refused_is_given_up_at_once() -> None:
 
 def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
     """Nobody holds a connection meanwhile."""
-    queued = create(server, 80, metadata={"a": "b"})
-    assert (queued.status, queued.background, queued.output, queued.metadata) == ("queued", True, [], {"a": "b"})
-    seen = []
-
-    def ended() -> bool:
-        seen.append(get(server, queued).status)
-        return seen[-1] in ENDED
-
-    eventually(ended)
+    with server.held() as step:
+        queued = create(server, 80, metadata={"a": "b"})
+        assert (queued.status, queued.background, queued.output, queued.metadata) == ("queued", True, [], {"a": "b"})
+        assert get(server, queued).status == "queued"
+        step(10)  # the first tokens have no text
+        eventually(lambda: get(server, queued).status == "in_progress")
+    eventually(lambda: get(server, queued).status in ENDED)
     done = get(server, queued)
-    assert "in_progress" in seen
     assert done.status == "incomplete"
     assert done.usage is not None
     assert done.usage.output_tokens == 80
@@ -250,10 +247,12 @@ def test_from_the_queue_to_the_end(server: ServerProcess) -> None:
 
 def test_cancel(server: ServerProcess) -> None:
     for _ in range(2):  # whichever process it comes to
-        running = create(server, 400)
-        eventually(lambda running=running: get(server, running).status == "in_progress")  # type: ignore[misc]
-        with connect(server, KEYS[0]) as client:
-            cancelled = client.responses.cancel(running.id)
+        with server.held() as step:
+            running = create(server, 400)
+            step(10)  # the first tokens have no text
+            eventually(lambda running=running: get(server, running).status == "in_progress")  # type: ignore[misc]
+            with connect(server, KEYS[0]) as client:
+                cancelled = client.responses.cancel(running.id)
         assert cancelled.status == "cancelled"
         assert get(server, running) == cancelled
         with connect(server, KEYS[0]) as client:
@@ -273,16 +272,17 @@ def connectless(server: ServerProcess, path: str) -> str:
 
 
 def test_it_is_the_key_s_own(server: ServerProcess) -> None:
-    running = create(server, 400)
-    with connect(server, KEYS[1]) as client:
-        for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
-            with pytest.raises(openai.NotFoundError):
-                call(running.id)
-    assert get(server, running).status not in ENDED
-    with connect(server, KEYS[0]) as client:
-        with pytest.raises(openai.BadRequestError, match="not ended well"):
-            client.responses.create(model="scripted", input="more", previous_response_id=running.id)
-        client.responses.delete(running.id)
+    with server.held():
+        running = create(server, 400)
+        with connect(server, KEYS[1]) as client:
+            for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    call(running.id)
+        assert get(server, running).status not in ENDED
+        with connect(server, KEYS[0]) as client:
+            with pytest.raises(openai.BadRequestError, match="not ended well"):
+                client.responses.create(model="scripted", input="more", previous_response_id=running.id)
+            client.responses.delete(running.id)
     assert len(server.messages("abort_answer")[-1]["found"]) == 1
     eventually(lambda: '{"server_load":0}' in connectless(server, "/load"))
     for _ in range(2):
@@ -308,17 +308,20 @@ def test_what_a_full_queue_refuses_is_not_kept(server: ServerProcess) -> None:
 
 
 def test_a_process_that_dies_leaves_word(start_server: StartServer) -> None:
-    server = start_server({"step_seconds": 0.02}, api_workers=2).wait_ready()
-    responses = [create(server, 400, "none") for _ in range(2)]
-    assert len(workers_of(server)) == 2
-    (pid,) = children(server)
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: server.messages("gone"))
+    server = start_server(api_workers=2).wait_ready()
 
     def statuses() -> list[str]:
         return sorted(str(get(server, each, "none").status) for each in responses)
 
-    eventually(lambda: statuses() == ["failed", "in_progress"])
+    with server.held() as step:
+        responses = [create(server, 400, "none") for _ in range(2)]
+        assert len(workers_of(server)) == 2
+        step(10)  # the first tokens have no text
+        eventually(lambda: statuses() == ["in_progress"] * 2)
+        (pid,) = children(server)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: server.messages("gone"))
+        eventually(lambda: statuses() == ["failed", "in_progress"])
     lost = next(each for each in responses if get(server, each, "none").status == "failed")
     error = get(server, lost, "none").error
     assert error is not None
@@ -326,10 +329,12 @@ def test_a_process_that_dies_leaves_word(start_server: StartServer) -> None:
 
 
 def test_a_drain_waits_for_it(start_server: StartServer) -> None:
-    server = start_server({"step_seconds": 0.02}, api_workers=2).wait_ready()
+    server = start_server(api_workers=2).wait_ready()
     pids = children(server)
-    create(server, 60, "none")
-    server.signal(signal.SIGTERM)
+    with server.held():
+        create(server, 60, "none")
+        server.signal(signal.SIGTERM)
+        eventually(lambda: server.status("/readyz") == 503)
     assert server.exit_status() == 0
     assert server.messages("abort") == []
     puts = [event for event in server.messages("record") if event["question"] == "PutRecord"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,8 @@ def endless(began: threading.Event, ended: list[str]) -> Callable[[], None]:
     """Ends only when it is interrupted, and says by what."""
 
     def work() -> None:
-        began.set()
         try:
+            began.set()  # in here: who waits for it may interrupt at once
             while True:
                 try:
                     sum(range(100))
@@ -38,6 +39,7 @@ def test_what_takes_too_long_is_interrupted() -> None:
             with pytest.raises(TimeoutError):
                 await threads.run(endless(threading.Event(), ended))
             # The one thread is free again.
+            threads._seconds = 60
             return await threads.run(lambda: 7)
         finally:
             threads.close()
@@ -67,14 +69,21 @@ def test_what_nobody_waits_for_is_interrupted() -> None:
     assert ended == [TookTooLong.__name__]
 
 
-def test_time_in_the_queue_does_not_count() -> None:
-    """The second one waits for the first for longer than either may take."""
+def test_time_in_the_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one waits for the others for longer than any may take. (By a clock of the test's: one that a machine
+    holds up for a second has not taken that long.)"""
+    now = 0.0
+    monkeypatch.setattr("server.bounded_threads.time", SimpleNamespace(monotonic=lambda: now))
+
+    def work() -> bool:
+        nonlocal now
+        now += 0.04
+        return threading.Event().wait(0.12)  # while its time is looked at
 
     async def main() -> list[bool]:
-        threads = BoundedThreads(1, 1.0, "test")
-        never = threading.Event()
+        threads = BoundedThreads(1, 0.05, "test")
         try:
-            return await asyncio.gather(*(threads.run(lambda: never.wait(0.4)) for _ in range(4)))
+            return await asyncio.gather(*(threads.run(work) for _ in range(4)))
         finally:
             threads.close()
 

@@ -62,9 +62,9 @@ def outcome(
     request: pytest.FixtureRequest, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[App, Client], Outcome]:
     """Serves one request of a client's; its line and what was counted."""
-    monkeypatch.setattr(LimitedHttpProtocol, "read_seconds", 0.2)
 
-    def outcome(app: App, client: Client, **options: Any) -> Outcome:
+    def outcome(app: App, client: Client, *, read_seconds: float = 60.0, **options: Any) -> Outcome:
+        monkeypatch.setattr(LimitedHttpProtocol, "read_seconds", read_seconds)
         metrics = Metrics("m")
         watched = RequestLog(app, metrics, RoutePaths([]))
         with asyncio.Runner(loop_factory=request.param) as runner:
@@ -193,7 +193,7 @@ def test_a_status_499_that_is_sent_is_no_cut(outcome: Callable[..., Outcome]) ->
 
 @pytest.mark.parametrize("body", [LARGE, LAST], ids=["in pieces", "the last piece"])
 def test_who_does_not_read(outcome: Callable[..., Outcome], body: bytes) -> None:
-    fields, _ = outcome(whole(body), never_read)
+    fields, _ = outcome(whole(body), never_read, read_seconds=0.2)
     assert shown(fields) == (499, 200, "not_read")
 
 

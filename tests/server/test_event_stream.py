@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from server.rows_out import RowsOut
 from server.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
 from tests.models import BOS_ID, EOS_ID, Family
 from tests.server.fakes import FakeEngine, Line, byte_ids, ids_of, services, tokenizer
-from tests.server.harness import ServerProcess, Stream, completion
+from tests.server.harness import ServerProcess, Stream, completion, eventually
 from tests.server.scripted_runner import Script
 
 
@@ -245,12 +244,16 @@ def test_plain_streams_add_up_to_whole_answers(fast: ServerProcess, route: str, 
 
 def test_tokens_that_come_together_are_merged(fast: ServerProcess) -> None:
     """However many steps the server finds at once, they are one event of each stream."""
-    stream = fast.open_stream(2000)
-    for _ in range(20):
+    ended = len(fast.messages("end"))
+    with fast.held() as step:
+        stream = fast.open_stream(500)
+        step()
         next(stream.events)
-    fast.signal(signal.SIGSTOP)
-    time.sleep(0.5)
-    fast.signal(signal.SIGCONT)
+        fast.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: len(fast.messages("end")) > ended)
+    finally:
+        fast.signal(signal.SIGCONT)
     *events, done = stream.rest()
     assert done == "[DONE]"
     pieces = [json.loads(event)["choices"][0]["text"] for event in events]
@@ -307,13 +310,15 @@ def test_a_slow_client_gets_everything_in_fewer_events(fast: ServerProcess) -> N
     body = completion(tokens, n=choices, stream=True)
     whole = fast.complete(tokens, n=choices).json()
     data = json.dumps(body).encode()
+    before = len(fast.messages("end"))
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", fast.port))
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
         client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         received = client.recv(4096)
-        time.sleep(1.5)  # the connection is full long before all is made
+        # The connection is full long before all is made.
+        eventually(lambda: len(fast.messages("end")) == before + choices)
         while more := client.recv(1 << 20):
             received += more
     events = chunks_of(received)

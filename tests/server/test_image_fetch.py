@@ -135,11 +135,11 @@ def test_an_endless_body(port: int) -> None:
 
 
 def test_nobody_there() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ImageError, match="could not be fetched"):
-        fetch(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}", inside=True)
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(ImageError, match="could not be fetched"):
+            fetch(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}", inside=True)
     with pytest.raises(ImageError, match="could not be fetched"):
         fetch("http://images.invalid./", "images.invalid", inside=True)
 

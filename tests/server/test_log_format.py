@@ -33,7 +33,7 @@ def ask(server: ServerProcess, key: str, max_tokens: int = 3, **body: Any) -> St
 
 @pytest.fixture
 def server(start_server: StartServer) -> ServerProcess:
-    return start_server({"step_seconds": 0.02}, log_format="json", api_keys=KEYS).wait_ready()
+    return start_server({"step_seconds": 0.1}, log_format="json", api_keys=KEYS).wait_ready()
 
 
 def test_every_line_is_an_object_and_says_what_happened(server: ServerProcess) -> None:

@@ -10,7 +10,7 @@ import pytest
 from runner.messages import Accepted, End, Failed, HiddenRows, LookUp, Rejected, RejectReason, SamplingParams, TokenRows
 from server.engine_client import EngineClient
 from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
-from tests.server.test_engine_client import PROMPT, Runner, play
+from tests.server.test_engine_client import PROMPT, Runner, play, settle
 
 
 async def asked(runner: Runner) -> tuple[LookUp, list[int]]:
@@ -55,6 +55,7 @@ def test_a_runner_that_dies_or_says_nothing() -> None:
         await asked(runner)
         with pytest.raises(Unavailable):
             await silent
+        engine._live_seconds = 60
         cancelled = asyncio.create_task(engine.token_rows([1]))
         await asked(runner)
         cancelled.cancel()
@@ -66,7 +67,7 @@ def test_a_runner_that_dies_or_says_nothing() -> None:
         with pytest.raises(EngineFailed):
             await engine.token_rows([1])
 
-    play(scenario, live_seconds=1.0)
+    play(scenario, live_seconds=0.5)
 
 
 def test_hidden_states_come_with_the_tokens() -> None:
@@ -85,7 +86,7 @@ def test_hidden_states_come_with_the_tokens() -> None:
         runner.step([number], [7], hidden=[HiddenRows(number, 0, 3, b"with it"), HiddenRows(999, 0, 3, b"nobody's")])
         runner.step([], [], ends=[End(number, 0, "length")])
         runner.step([], [], hidden=[HiddenRows(number, 0, 4, b"too late")], ends=[End(number, 1, "length")])
-        await asyncio.sleep(0.1)
+        await settle(engine, runner)
         events = [event async for event in stream]
         assert [(event.choice, event.tokens) for event in events] == [(0, [7]), (1, [])]
         assert [[rows.rows for rows in event.hidden] for event in events] == [[b"early", b"with it"], [b"other"]]

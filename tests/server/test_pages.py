@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 import re
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,30 @@ def resident() -> int:
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> None:
+    """Of other tests in this process, which would be given back meanwhile and be counted."""
+    gc.collect()
+    last = threading.Event()
+    Last(MIB, last)
+    assert last.wait(60)
+
+
+class Last(Pages):
+    """Says when it is given back: what was let go of before has been by then."""
+
+    def __new__(cls, size: int, given_back: threading.Event) -> Last:
+        made = super().__new__(cls, size)
+        made.given_back = given_back.set
+        return made
+
+    given_back: Callable[[], None]
+
+    def close(self) -> None:
+        super().close()
+        self.given_back()
 
 
 def is_unmapped(address: int) -> bool:

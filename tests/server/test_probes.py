@@ -12,25 +12,39 @@ from tests.server.conftest import StartServer
 from tests.server.harness import ServerProcess, eventually
 from tests.server.scripted_runner import REJECTED
 
+STALLED = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "its engine hangs"])
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "its engine hangs"])
+
+def come_back(server: ServerProcess, number: int) -> None:
+    server.signal_runner(signal.SIGCONT if number == signal.SIGSTOP else number)
+
+
+@STALLED
 def test_a_stalled_runner_is_noticed_and_may_come_back(start_server: StartServer, number: int) -> None:
-    server = start_server(ready_seconds=0.5, live_seconds=3.0).wait_ready()
+    server = start_server(ready_seconds=0.5).wait_ready()
     server.signal_runner(number)
-    eventually(lambda: server.status("/readyz") == 503, 10)
-    assert server.status("/livez") == 200
+    eventually(lambda: server.status("/readyz") == 503)
+    assert server.status("/livez") == 200  # for a minute
     with server.client() as client:
         assert client.get("/readyz").json() == {"status": "stalled"}
-    eventually(lambda: server.status("/livez") == 503, 10)
-    refused = server.complete(1)
-    assert refused.status_code == 503
-    assert "retry-after" in refused.headers
-    server.signal_runner(signal.SIGCONT if number == signal.SIGSTOP else number)
-    eventually(lambda: server.status("/readyz") == 200, 10)
-    assert server.status("/livez") == 200
+    come_back(server, number)
+    eventually(lambda: server.status("/readyz") == 200)
     assert server.complete(1).status_code == 200
     server.signal(signal.SIGTERM)
     assert server.exit_status() == 0
+
+
+@STALLED
+def test_a_runner_that_is_silent_for_long_is_dead_until_it_comes_back(start_server: StartServer, number: int) -> None:
+    server = start_server(live_seconds=1.5).wait_ready()
+    server.signal_runner(number)
+    eventually(lambda: server.status("/livez") == 503)
+    refused = server.complete(1)
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    come_back(server, number)
+    eventually(lambda: server.status("/livez") == 200)
+    eventually(lambda: server.complete(1).status_code == 200)
 
 
 def test_a_frozen_runner_leaves_nobody_waiting_and_goes_with_the_server(start_server: StartServer) -> None:
@@ -40,7 +54,7 @@ def test_a_frozen_runner_leaves_nobody_waiting_and_goes_with_the_server(start_se
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "overloaded"
     server.signal(signal.SIGTERM)
-    assert server.exit_status(15) == 0
+    assert server.exit_status() == 0
     assert not server.runner_is_alive()
 
 
@@ -55,14 +69,17 @@ def test_ready_and_live(server: ServerProcess) -> None:
 def test_probes_answer_under_load(start_server: StartServer) -> None:
     """A probe must not wait for tokens: many are answered before a stream has ended. How soon is a benchmark's
     business."""
-    server = start_server({"step_seconds": 0.02}).wait_ready()
+    server = start_server({"step_seconds": 0.02, "max_model_len": 1 << 16}).wait_ready()
     with ThreadPoolExecutor(32) as pool, server.client() as client:
-        streams = [pool.submit(lambda: server.open_stream(150).rest()) for _ in range(32)]
-        eventually(lambda: len(server.messages("generate")) == 32)
+        streams = list(pool.map(lambda _: server.open_stream(50_000), range(32)))
+        for stream in streams:
+            next(stream.events)
         for _ in range(20):
             assert client.get("/livez").status_code == 200
-        assert not any(stream.done() for stream in streams)
-        assert all(stream.result()[-1] == "[DONE]" for stream in streams)
+        assert server.messages("end") == []
+        for stream in streams:
+            next(stream.events)
+            stream.close()
 
 
 def samples(server: ServerProcess) -> dict[str, float]:
@@ -106,7 +123,7 @@ def test_every_family_moves(server: ServerProcess) -> None:
             and change["intarsia:engine_steps_total{eager}"] > 0
         )
 
-    eventually(moved, 10)
+    eventually(moved)
     names = samples(server)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
         assert f"intarsia:{name}" in names

@@ -13,7 +13,7 @@ from tests.server.harness import ServerProcess, Stream, eventually
 
 
 def connect(server: ServerProcess, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{server.base}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture
@@ -61,11 +61,12 @@ def test_streams(client: openai.OpenAI) -> None:
 def test_a_client_that_hangs_up(server: ServerProcess) -> None:
     aborted = len(server.messages("abort"))
     body = {"input": "hello", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
-    stream = Stream(server.port, "/v1/responses", body)
-    for _ in range(6):
-        next(stream.events)
-    stream.close()
-    eventually(lambda: len(server.messages("abort")) > aborted)
+    with server.held() as step:
+        stream = Stream(server.port, "/v1/responses", body)
+        step(10)  # the first tokens have no text
+        assert any('"response.output_text.delta"' in event for event in stream.events)
+        stream.close()
+        eventually(lambda: len(server.messages("abort")) > aborted)
 
 
 def test_what_is_not_done_here(client: openai.OpenAI) -> None:

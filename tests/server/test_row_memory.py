@@ -37,8 +37,18 @@ def test_a_process_ends_that_still_has_some() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def mapped() -> str:
-    return Path("/proc/self/maps").read_text()
+def descriptors_of(inode: int) -> int:
+    """How many this process has of the file: others come and go with what other tests have left."""
+    count = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.fstat(int(each)).st_ino == inode
+    return count
+
+
+def mappings_of(inode: int) -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(line.split()[4] == str(inode) and "intarsia-rows" in line for line in lines)
 
 
 def test_what_is_written_is_found_there() -> None:
@@ -72,18 +82,19 @@ def test_a_system_that_takes_less_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_runner_has_it_after_the_worker_has_let_go() -> None:
     memory, data = filled()
-    descriptors = len(os.listdir("/proc/self/fd"))
-    rows = map_rows(memory.told, SIZE)
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # thousands of stored embeddings take none
+    told = memory.told
+    assert (descriptors_of(told.inode), mappings_of(told.inode)) == (1, 0)
+    rows = map_rows(told, SIZE)
+    assert descriptors_of(told.inode) == 1  # thousands of stored embeddings take none
     del memory
-    eventually(lambda: len(os.listdir("/proc/self/fd")) < descriptors)
+    eventually(lambda: not descriptors_of(told.inode))
     assert rows == data
-    assert "intarsia-rows" in mapped()
+    assert mappings_of(told.inode) == 1
     part = np.frombuffer(rows, np.uint8)[5:10]
     del rows
     assert part.tobytes() == data[5:10]
     del part
-    eventually(lambda: "intarsia-rows" not in mapped())
+    eventually(lambda: not mappings_of(told.inode))
 
 
 def test_a_file_that_is_another_by_now_is_refused() -> None:

@@ -149,12 +149,12 @@ def test_the_limit_is_named_and_the_value_is_not() -> None:
     ids=["ids", "stops", "biases", "key", "options"],
 )
 def test_a_huge_mistake_costs_little(body: dict[str, Any]) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # whatever else the machine is doing
     try:
         parse(CompletionRequest, body)
     except InvalidRequest as error:
         assert len(error.message) < 4096
-    assert time.perf_counter() - started < 1
+    assert time.thread_time() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_without_stop_strings_nothing_waits() -> None:
 def test_the_cost_is_linear() -> None:
     # A stop string that almost matches everywhere: comparing suffixes at every character would take minutes.
     scanner = StopScanner(["a" * 1000 + "b"] * 4)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(200):
         scanner.push("a" * 999 + "c")
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,8 +23,8 @@ from runner.messages import DIGEST_BYTES
 from tests.server.conftest import StartServer
 from tests.server.harness import ROOT, ServerProcess, Stream, eventually, is_alive
 
-LONG = 400
-SLOW = {"step_seconds": 0.005}
+FEW = 20
+"""Tokens. Whatever is to be seen running is held (`ServerProcess.held`)."""
 
 
 def children(server: ServerProcess) -> list[int]:
@@ -38,8 +39,10 @@ def workers_of(server: ServerProcess) -> Counter[int]:
     return Counter(event["worker"] for event in server.messages("generate"))
 
 
-def open_streams(server: ServerProcess, count: int) -> list[Stream]:
-    streams = [server.open_stream(LONG) for _ in range(count)]
+def open_streams(server: ServerProcess, count: int, step: Callable[..., None]) -> list[Stream]:
+    """Of a server that is held, one token of each read."""
+    streams = [server.open_stream(FEW) for _ in range(count)]
+    step()
     for stream in streams:
         next(stream.events)
     return streams
@@ -58,7 +61,7 @@ def scrape(server: ServerProcess) -> dict[str, float]:
 
 
 def assert_over(server: ServerProcess, pids: list[int]) -> None:
-    eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])), 10)
+    eventually(lambda: not any(map(is_alive, [*pids, server.runner_pid])))
     assert server.leftovers() == []
 
 
@@ -88,12 +91,12 @@ def test_connections_are_dealt_evenly_and_every_worker_tells_the_same(start_serv
 
 
 def test_the_load_is_that_of_all_workers(start_server: StartServer) -> None:
-    server = start_server(SLOW, api_workers=2).wait_ready()
+    server = start_server(api_workers=2).wait_ready()
     with ExitStack() as stack:
         clients = [stack.enter_context(server.client()) for _ in range(2)]
         for client in clients:
             client.get("/readyz")  # each has a connection to another worker
-        streams = open_streams(server, 3)
+        streams = open_streams(server, 3, stack.enter_context(server.held()))
         assert [client.get("/load").json() for client in clients] == [{"server_load": 3}] * 2
         for stream in streams:
             stream.close()
@@ -101,13 +104,13 @@ def test_the_load_is_that_of_all_workers(start_server: StartServer) -> None:
 
 
 def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
-    server = start_server({"step_seconds": 0.01}, api_workers=2).wait_ready()
+    server = start_server(api_workers=2).wait_ready()
     pids = children(server)
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as held:
         idle = [stack.enter_context(server.client()) for _ in range(2)]
         for client in idle:
             client.get("/readyz")
-        streams = open_streams(server, 2)
+        streams = open_streams(server, 2, held.enter_context(server.held()))
         assert len(workers_of(server)) == 2
         for pid in pids:
             os.kill(pid, signal.SIGTERM)  # As systemd does, which signals them all: the first one's business.
@@ -115,6 +118,7 @@ def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
         eventually(lambda: [server.status("/readyz") for _ in range(2)] == [503, 503])
         assert [client.get("/readyz").status_code for client in idle] == [503, 503]
         assert [server.complete(1).status_code for _ in range(2)] == [503, 503]
+        held.close()
         for stream in streams:
             events = stream.rest()
             assert events[-1] == "[DONE]"
@@ -125,38 +129,41 @@ def test_a_drain_waits_for_every_worker(start_server: StartServer) -> None:
 
 
 def test_what_outlasts_the_shutdown_timeout_gets_an_error_from_each_worker(start_server: StartServer) -> None:
-    server = start_server(SLOW, api_workers=2, shutdown_timeout=0.3).wait_ready()
-    pids, streams = children(server), open_streams(server, 2)
-    server.signal(signal.SIGTERM)
-    for stream in streams:
-        *_, error, done = stream.rest()
-        assert json.loads(error)["error"]["code"] == "engine_failed"
-        assert done == "[DONE]"
+    server = start_server(api_workers=2, shutdown_timeout=0.3).wait_ready()
+    with server.held() as step:
+        pids, streams = children(server), open_streams(server, 2, step)
+        server.signal(signal.SIGTERM)
+        for stream in streams:
+            *_, error, done = stream.rest()
+            assert json.loads(error)["error"]["code"] == "engine_failed"
+            assert done == "[DONE]"
     assert server.exit_status() == 0
     assert_over(server, pids)
 
 
 def test_a_second_signal_ends_every_worker_at_once(start_server: StartServer) -> None:
-    server = start_server({"step_seconds": 0.05, "linger": True}, api_workers=2).wait_ready()
-    pids, streams = children(server), open_streams(server, 2)
-    server.signal(signal.SIGTERM)
-    eventually(lambda: server.status("/readyz") == 503)
-    server.signal(signal.SIGTERM)
-    assert server.exit_status(10) != 0
+    server = start_server({"linger": True}, api_workers=2).wait_ready()
+    with server.held() as step:
+        pids, streams = children(server), open_streams(server, 2, step)
+        server.signal(signal.SIGTERM)
+        eventually(lambda: server.status("/readyz") == 503)
+        server.signal(signal.SIGTERM)
+        assert server.exit_status() != 0
     for stream in streams:
         stream.close()
     assert_over(server, pids)
 
 
 def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(start_server: StartServer) -> None:
-    server = start_server(SLOW, api_workers=2).wait_ready()
+    server = start_server(api_workers=2).wait_ready()
     (pid,) = children(server)
-    streams = open_streams(server, 2)
-    before = scrape(server)["intarsia:generation_tokens_total"]
-    os.kill(pid, signal.SIGKILL)
-    gone = eventually(lambda: server.messages("gone"))
-    assert [(event["worker"], event["running"]) for event in gone] == [(1, 1)]
-    endings = sorted(stream.rest()[-1] == "[DONE]" for stream in streams)
+    with server.held() as step:
+        streams = open_streams(server, 2, step)
+        before = scrape(server)["intarsia:generation_tokens_total"]
+        os.kill(pid, signal.SIGKILL)
+        gone = eventually(lambda: server.messages("gone"))
+        assert [(event["worker"], event["running"]) for event in gone] == [(1, 1)]
+    endings = sorted(stream.rest()[-1:] == ["[DONE]"] for stream in streams)
     assert endings == [False, True]  # One is cut off; the first worker's is none the worse.
     (other,) = eventually(lambda: children(server))
     assert other != pid
@@ -167,15 +174,16 @@ def test_a_worker_that_dies_is_replaced_and_the_runner_s_death_is_told_by_all(st
         assert server.complete(1).status_code == 200
         return 2 in workers_of(server)
 
-    eventually(takes_requests, 60)
+    eventually(takes_requests)
     assert scrape(server)["intarsia:generation_tokens_total"] > before  # What the dead one had counted still counts.
-    pids, streams = children(server), open_streams(server, 2)
-    said = server.stderr.count("API worker")
-    server.signal_runner(signal.SIGKILL)
-    for stream in streams:
-        *_, error, done = stream.rest()
-        assert json.loads(error)["error"]["code"] == "engine_failed"
-        assert done == "[DONE]"
+    with server.held() as step:
+        pids, streams = children(server), open_streams(server, 2, step)
+        said = server.stderr.count("API worker")
+        server.signal_runner(signal.SIGKILL)
+        for stream in streams:
+            *_, error, done = stream.rest()
+            assert json.loads(error)["error"]["code"] == "engine_failed"
+            assert done == "[DONE]"
     assert server.exit_status() == 1
     assert "the runner has stopped" in server.stderr
     assert server.stderr.count("API worker") == said
@@ -216,7 +224,7 @@ def test_workers_go_with_a_server_that_is_killed(start_server: StartServer) -> N
     assert len(pids) == 4  # the runner, the other worker, and a grammar process of each worker
     server.signal(signal.SIGKILL)
     server.exit_status()
-    eventually(lambda: not any(map(is_alive, pids)), 10)
+    eventually(lambda: not any(map(is_alive, pids)))
 
 
 def test_no_thread_keeps_the_event_loop_waiting_for_long() -> None:

@@ -49,7 +49,9 @@ def test_closed_loop(server: ServerProcess, capsys: pytest.CaptureFixture[str]) 
     assert num_generated(server) - before == 15
     expected = {"sent": 12, "answered": 12, "failed": 0, "input_tokens": 240, "output_tokens": 96, "wrong_length": 0}
     assert point | expected == point
-    assert (point["model"], point["peak_concurrency"], point["errors"]) == ("scripted", 4, {})
+    assert (point["model"], point["errors"]) == ("scripted", {})
+    # Each process has two at a time; whether those of both are seen together is up to the machine (see test_workers).
+    assert 2 <= point["peak_concurrency"] <= 4
     # Internal agreement: what the rates say is what the counts say.
     # As closely as their rounding allows (seconds to 4 places, milliseconds to 3): a fast run lasts 30 ms.
     fastest, slowest = (96 / (point["seconds"] + error) for error in (-5.1e-5, 5.1e-5))
@@ -254,9 +256,9 @@ def test_every_flag_states_its_default() -> None:
 
 def test_an_interrupted_run_keeps_what_it_has(server: ServerProcess, tmp_path: Path) -> None:
     output = tmp_path / "all.json"
-    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--url", server.base, "--sweep", "1,2"]
-    # Enough of them that the second point isn't over before the signal is there.
-    command += ["--num-requests", "40", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
+    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--url", server.base, "--sweep", "64,1"]
+    # One by one they take 64 times as long as all at once: the second point isn't over before the signal is there.
+    command += ["--num-requests", "64", "--procs", "1", "--input-len", "9", "--vocab-size", "384"]
     command += ["--output", str(output)]
     # A shell's background job ignores the signal, and so would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -266,9 +268,9 @@ def test_an_interrupted_run_keeps_what_it_has(server: ServerProcess, tmp_path: P
         assert bench.stdout is not None
         any("E2EL" in line for line in bench.stdout)  # the first point's table, or the end
         bench.send_signal(signal.SIGINT)
-        complaint = bench.communicate(timeout=30)[1]
+        complaint = bench.communicate(timeout=60)[1]
     assert (bench.returncode, "Traceback" in complaint) == (130, False), complaint
-    assert [point["concurrency"] for point in json.loads(output.read_text())["points"]] == [1]
+    assert [point["concurrency"] for point in json.loads(output.read_text())["points"]] == [64]
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:

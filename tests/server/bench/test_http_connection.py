@@ -52,12 +52,20 @@ def failing(script: Script) -> CallFailed:
 
 @pytest.mark.parametrize("with_uvloop", [False, True])
 def test_pieces_with_their_times(with_uvloop: bool) -> None:
+    clock = Ticks()
+
     async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM_HEAD, chunk(b"one"), chunk(b"two") + chunk(b"three"), LAST_CHUNK)
+        """What has not been read yet would be read together with the next."""
+        for piece in (STREAM_HEAD, chunk(b"one"), chunk(b"two") + chunk(b"three")):
+            before = clock.now
+            await exchange.send(piece)
+            while clock.now == before:  # noqa: ASYNC110 - a clock sets no event
+                await asyncio.sleep(0.001)
+        await exchange.send(LAST_CHUNK)
 
     async def main() -> None:
         async with serving(script) as served:
-            connection, seen = HttpConnection(served.target, clock=Ticks()), Seen()
+            connection, seen = HttpConnection(served.target, clock=clock), Seen()
             await connection.call("POST", "/x", (b"[1", b",2]"), seen)
             connection.close()
             assert seen.status == 200
