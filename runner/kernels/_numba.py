@@ -30,7 +30,7 @@ from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
 
-from runner.kernels.kernel_cache import use_cache
+from runner.kernels.kernel_cache import one_writer, use_cache
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ class Kernel:
         self._function = function
         self._arguments = tuple(types.int64 if letter == "i" else types.float64 for letter in arguments)
         self._entries: dict[torch.dtype, Callable[..., None]] = {}
+        cache = function._cache
+        if not isinstance(cache, NullCache):
+            cache.save_overload = one_writer()(cache.save_overload)
 
     def __call__(self, dtype: torch.dtype, *arguments: float) -> None:
         entry = self._entries.get(dtype)
@@ -97,15 +100,20 @@ class Kernel:
 
     def compile(self, dtype: torch.dtype) -> Callable[..., None]:
         """Takes a second, or some milliseconds where the kernel is found on the disk."""
-        signature = (_TAGS[dtype], *self._arguments)
         try:
-            self._function.compile(signature)
+            entry = self._compile(dtype)
         except Exception as error:  # whatever a full disk or a damaged file makes of the cache
-            log.warning("a compiled kernel can't be kept or read, and is compiled anew: %s", error)
+            log.warning("a compiled kernel can't be kept or read, and is compiled anew: %r", error)
             self._function._cache = NullCache()
-            self._function.compile(signature)
-        entry: Callable[..., None] = self._function.overloads[signature].entry_point
+            entry = self._compile(dtype)
         self._entries[dtype] = entry
+        return entry
+
+    def _compile(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Raises KeyError where the cache had another dtype's code in this one's place."""
+        signature = (_TAGS[dtype], *self._arguments)
+        self._function.compile(signature)
+        entry: Callable[..., None] = self._function.overloads[signature].entry_point
         return entry
 
 

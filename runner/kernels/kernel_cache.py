@@ -1,17 +1,19 @@
 """Where the CPU's kernels are kept once they are compiled.
 
-Used by `kernels._numba` before any kernel is declared. The folder's name holds a digest of the kernels' sources and of
+Used by `kernels._numba` before any kernel is declared, and when one is kept. The folder's name holds a digest of the kernels' sources and of
 what compiles them for which machine, so what is found in it was made of these very files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +35,17 @@ def use_cache() -> bool:
         return False
     numba.config.CACHE_DIR = str(folder)
     return True
+
+
+@contextlib.contextmanager
+def one_writer() -> Iterator[None]:
+    """While a kernel is written to the folder, no other process writes one. Numba reads what there is of the kernel,
+    one entry a dtype, adds its own and writes all: where two do that at once, one's entry may come to stand beside the
+    other's code, for good."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(stack.enter_context(open(Path(numba.config.CACHE_DIR) / "lock", "wb")), fcntl.LOCK_EX)
+        yield
 
 
 def _folder() -> Path | None:

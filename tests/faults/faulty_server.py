@@ -120,7 +120,7 @@ class FaultyServer(RealServer):
     def assert_well(self) -> None:
         """It is settled, ready, and answers as Hugging Face does."""
         self.assert_settled()
-        assert self.status("/readyz") == self.status("/livez") == 200
+        eventually(lambda: self.status("/readyz") == self.status("/livez") == 200)
         body = {"model": "m", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
         answer = httpx.post(f"{self.base}/v1/completions", json=body | {"return_token_ids": True}, timeout=60)
         assert answer.status_code == 200, answer.text

@@ -34,14 +34,21 @@ class RealServer(ServerProcess):
         return int(children[0])
 
     def gauge(self, name: str) -> float:
+        return self.gauges(name)[0]
+
+    def gauges(self, *names: str) -> list[float]:
+        """Of one moment."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
-        (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"intarsia:{name}{{")]
-        return float(value)
+        found = []
+        for name in names:
+            (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"intarsia:{name}{{")]
+            found.append(float(value))
+        return found
 
     def is_idle(self) -> bool:
         """No slot and no block is in use."""
-        return self.gauge("num_requests_running") == self.gauge("kv_cache_usage_perc") == 0
+        return self.gauges("num_requests_running", "kv_cache_usage_perc") == [0, 0]
 
 
 def as_safetensors(rows: Tensor) -> str:

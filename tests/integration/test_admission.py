@@ -27,6 +27,8 @@ KEYS = (
     "uploader requests=2",
     "looker tokens=20",
 )
+MANY = 64
+"""Choices: with one slot, and 300 tokens each, they take half a minute and more."""
 
 
 class GuardedServer(RealServer):
@@ -60,20 +62,20 @@ def refused(stream: Stream) -> tuple[int, str, int]:
 
 
 def test_one_key_s_queue_makes_no_other_key_wait(server: GuardedServer) -> None:
-    crowd = [server.stream("crowd", n=8) for _ in range(4)]
+    crowd = [server.stream("crowd", n=MANY) for _ in range(4)]
     next(crowd[0].events)
-    eventually(lambda: server.gauge("num_requests_waiting") > 30)
+    eventually(lambda: server.gauge("num_requests_waiting") > 3 * MANY)
     single = server.stream("single", max_tokens=5)
     assert single.rest()[-1] == "[DONE]"
-    # First come, first served would have let 31 of them go before.
-    assert server.gauge("num_requests_waiting") > 25
+    # First come, first served would have let all of them go before.
+    assert server.gauge("num_requests_waiting") > MANY
     for each in crowd:
         each.close()
     eventually(server.is_idle)
 
 
 def test_requests_at_once(server: GuardedServer) -> None:
-    running = server.stream("careful", n=8)
+    running = server.stream("careful", n=MANY)
     next(running.events)
     for _ in range(4):
         assert refused(server.stream("careful")) == (429, "rate_limit_exceeded", 1)
@@ -123,7 +125,7 @@ def test_what_needs_no_slot(server: GuardedServer) -> None:
 
 
 def test_a_queue_that_is_full_of_tokens(server: GuardedServer) -> None:
-    running = server.stream("crowd", n=64)
+    running = server.stream("crowd", n=MANY)
     next(running.events)
     queued = [server.stream("crowd", prompt=200) for _ in range(2)]
     assert refused(server.stream("single", prompt=201))[:2] == (429, "rate_limit_exceeded")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +18,51 @@ from tests.integration.real_server import RealServer, as_safetensors, as_torch_f
 from tests.models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, embed
 from tests.server.harness import Stream, eventually
 
+JSON = {"Content-Type": "application/json"}
 LONG = 400
+"""Tokens: half a second's."""
+MANY = 128
+"""Choices. Where there are fewer slots, some of so many long ones are waiting for a minute."""
+
+
+def long_answer(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, **fields}
 
 
 def stream(server: RealServer, **fields: Any) -> Stream:
-    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, "stream": True, **fields}
-    return Stream(server.port, "/v1/completions", body)
+    return Stream(server.port, "/v1/completions", long_answer(stream=True, **fields))
 
 
-def test_a_client_that_leaves_frees_its_slot(server: RealServer) -> None:
-    open_streams = [stream(server, n=2) for _ in range(4)]
-    for each in open_streams:
-        next(each.events)
-    eventually(lambda: server.gauge("num_requests_running") > 0)
-    for each in open_streams:
-        each.close()
-    eventually(server.is_idle, 10)
-    with pytest.raises(httpx.ReadTimeout), server.client() as client:
-        body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": LONG, "ignore_eos": True, "n": 16}
-        client.post("/v1/completions", json=body, timeout=0.3)
-    eventually(server.is_idle, 10)
+@pytest.fixture(scope="module")
+def narrow(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One slot, and a queue of one."""
+    folder = tmp_path_factory.mktemp("narrow")
+    with RealServer(folder, llama, dtype="float32", max_num_seqs=1, max_queue=1) as server:
+        yield server.wait_ready()
+
+
+def test_a_client_that_leaves_frees_its_slot(narrow: RealServer) -> None:
+    """And its places in the queue, whether it has seen anything of its answer or not."""
+    before = narrow.gauge("generation_tokens_total")
+    running = stream(narrow, n=MANY)
+    next(running.events)
+    eventually(lambda: narrow.gauge("num_requests_running") > 0)
+    running.close()
+    eventually(narrow.is_idle)
+    connection = http.client.HTTPConnection("127.0.0.1", narrow.port, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps(long_answer(n=MANY)), JSON)
+    eventually(lambda: narrow.gauge("num_requests_running") > 0)
+    connection.close()
+    eventually(narrow.is_idle)
+    assert narrow.gauge("generation_tokens_total") - before < LONG * MANY  # Neither came to its end.
 
 
 def test_the_runner_s_death_reaches_every_client(llama: Path, tmp_path: Path) -> None:
-    with RealServer(tmp_path, llama, dtype="float32") as server:
+    """The one whose answer is coming, and those who wait in the queue."""
+    with RealServer(tmp_path, llama, dtype="float32", max_num_seqs=1) as server:
         server.wait_ready()
-        open_streams = [stream(server) for _ in range(3)]
-        for each in open_streams:
-            next(each.events)
+        open_streams = [stream(server, n=n) for n in (MANY, 1, 2)]
+        next(open_streams[0].events)
         server.signal_runner(signal.SIGKILL)
         for each in open_streams:
             *_, error, done = each.rest()
@@ -68,20 +87,17 @@ def test_sigterm_lets_streams_finish(llama: Path, tmp_path: Path) -> None:
         assert not Path(f"/proc/{runner}").exists()
 
 
-def test_a_full_queue_is_429(llama: Path, tmp_path: Path) -> None:
-    with RealServer(tmp_path, llama, dtype="float32", max_num_seqs=1, max_queue=1) as server:
-        server.wait_ready()
-        running = stream(server)
-        next(running.events)
-        queued = stream(server)
-        third = stream(server)
-        assert third.response.status == 429
-        assert third.response.getheader("Retry-After")
-        assert json.loads(third.response.read())["error"]["code"]
-        third.close()
-        running.close()
-        queued.close()
-        eventually(server.is_idle, 10)
+def test_a_full_queue_is_429(narrow: RealServer) -> None:
+    running = stream(narrow)
+    next(running.events)
+    queued = stream(narrow, n=MANY)  # all of them: there is still a place
+    third = stream(narrow)
+    assert (queued.response.status, third.response.status) == (200, 429)
+    assert third.response.getheader("Retry-After")
+    assert json.loads(third.response.read())["error"]["code"]
+    for each in (third, running, queued):
+        each.close()
+    eventually(narrow.is_idle)
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -162,7 +178,7 @@ BAD_BODIES: dict[str, tuple[str, int]] = {
 def test_a_bad_body_is_a_4xx(server: RealServer, name: str) -> None:
     body, status = BAD_BODIES[name]
     with server.client() as client:
-        response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        response = client.post("/v1/completions", content=body, headers=JSON)
         _assert_error(response, status)
         _assert_alive(client)
 

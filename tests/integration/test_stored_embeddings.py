@@ -16,7 +16,7 @@ from tests.integration.real_server import RealServer, as_safetensors
 from tests.integration.test_answers import greedy
 from tests.integration.test_mixed_prompts import clear_texts
 from tests.models import HIDDEN_SIZE, embed, hf_generate
-from tests.server.harness import eventually
+from tests.server.harness import Stream, eventually
 
 ROUTE = "/v1/prompt_embeds"
 FILE = {"Content-Type": "application/octet-stream"}
@@ -48,11 +48,11 @@ def as_form(body: dict[str, Any], **fields: bytes) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """Two API processes, two keys, and room for one embedding of 100 rows, which does not stay long."""
+    """Two API processes, two keys, one slot, and room for one embedding of 100 rows, which does not stay long."""
     folder = tmp_path_factory.mktemp("small")
     room = 150 * HIDDEN_SIZE * 4
     options = {"api_workers": 2, "api_keys": ["a", "b"], "max_stored_bytes": room, "max_stored_bytes_per_key": room}
-    with RealServer(folder, llama, dtype="float32", debug_checks=True, **options) as server:
+    with RealServer(folder, llama, dtype="float32", debug_checks=True, max_num_seqs=1, **options) as server:
         yield server.wait_ready()
 
 
@@ -161,19 +161,22 @@ def test_every_process_knows_them_and_each_key_its_own(small: RealServer, llama:
 def test_what_is_in_use_outlives_its_deletion(small: RealServer, llama: Path) -> None:
     (ids,) = clear_texts(llama, 1, random.Random(15))
     ids = (ids * 5)[:100]
-    with small.client(headers={"Authorization": "Bearer a"}) as client:
+    key = {"Authorization": "Bearer a"}
+    with small.client(headers=key) as client:
         name, other = store(client, llama, ids), file_of(llama, ids[::-1])
         long = greedy(prompt=[stored(name)], max_tokens=256, return_token_ids=True, cache_salt="x")
         expected = client.post("/v1/completions", json=long).json()["choices"][0]["token_ids"]
+        # Has the only slot for a minute, if nobody takes it away.
+        body = greedy(prompt=[5], max_tokens=300, n=128, stream=True)
+        other_answer = Stream(small.port, "/v1/completions", body, key)
         with client.stream("POST", "/v1/completions", json=long | {"stream": True, "cache_salt": "y"}) as stream:
-            lines = stream.iter_lines()
-            events = [next(lines)]
             assert client.delete(f"{ROUTE}/{name}").status_code == 200
             refused = client.post("/v1/completions", json=long)
             assert (refused.status_code, refused.json()["error"]["code"]) == (404, "prompt_embeds_not_found")
             # Its memory is still taken.
             assert client.post(ROUTE, content=other, headers=FILE).status_code == 429
-            events += lines
+            other_answer.close()
+            events = list(stream.iter_lines())
         chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
         assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == expected
         # Given back: there is room again.
@@ -185,7 +188,7 @@ def test_an_aborted_request_gives_its_rows_back(small: RealServer, llama: Path) 
     ids = (ids * 5)[:100]
     with small.client(headers={"Authorization": "Bearer b"}) as client:
         name = store(client, llama, ids)
-        body = greedy(prompt=[stored(name)], max_tokens=300, ignore_eos=True, stream=True)
+        body = greedy(prompt=[stored(name)], max_tokens=300, n=128, stream=True)  # a minute's
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
         # Refused after the store was asked: too long an answer for the runner, an id that is gone, a bad grammar.

@@ -153,16 +153,54 @@ def test_a_damaged_cache_costs_a_warning(tmp_path: Path) -> None:
     run_apart(_FEWER_THREADS, environment)
     for kept in tmp_path.rglob("*.nbc"):
         kept.write_bytes(b"")
-    assert "compiled anew" in run_apart(_FEWER_THREADS, environment)
+    assert "compiled anew" in run_apart(_FEWER_THREADS, environment).stderr
 
 
-def run_apart(code: str, environment: dict[str, str]) -> str:
-    """What Numba and OpenMP are told, they are told before they are loaded. What the process says."""
+_TWO_DTYPES = """
+import fcntl
+from pathlib import Path
+
+import numba
+import torch
+from numba.core.caching import IndexDataCacheFile
+from runner.kernels.rms_norm import rms_norm, rms_norm_reference
+
+save = IndexDataCacheFile.save
+
+def watched(self, key, data):
+    with open(Path(numba.config.CACHE_DIR) / "lock") as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("kept by one writer")
+    save(self, key, data)
+
+IndexDataCacheFile.save = watched
+for dtype in (torch.float32, torch.bfloat16):
+    x, weight = torch.randn(5, 100).to(dtype), torch.randn(100).to(dtype)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), rtol=1e-2, atol=1e-2)
+"""
+
+
+def test_no_dtype_gets_another_s_code(tmp_path: Path) -> None:
+    """As two processes once left it that were started at once: neither may any more, and what is left does no harm."""
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    first = run_apart(_TWO_DTYPES, environment)
+    assert first.stdout.count("kept by one writer") == 2 and "compiled anew" not in first.stderr
+    one, other = tmp_path.rglob("*.nbc")
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    assert run_apart(_TWO_DTYPES, environment).stderr.count("compiled anew") == 1
+
+
+def run_apart(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What Numba and OpenMP are told, they are told before they are loaded."""
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    return run.stderr
+    return run
 
 
 def test_kernels_are_kept_where_only_we_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
