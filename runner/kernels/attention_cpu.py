@@ -1,10 +1,9 @@
 """Paged attention on the CPU, of decodes and of chunks of prompts alike.
 
 Called by `runner.attention.cpu_attention` and, as one part of a whole forward, by `decoder_cpu`;
-`runner.attention.sdpa` is its reference. A thread takes tiles: some rows of one sequence, and of these the query heads
-that share one KV head. It goes over the cached rows in spans of 64, whose keys and values it lays out for
-`tile_cpu.tile_product`. Scores, softmax and sums are float32; only the weights are rounded to bfloat16 where the values
-are bfloat16, as in torch's SDPA.
+`runner.attention.sdpa` is its reference. A tile is some rows of one sequence, and of these the query heads that share
+one KV head. Threads take tiles, but those that cost much more than others are cut along the cached rows that they see
+(as Flash-Decoding does, Dao et al., 2023) and their pieces merged by the threads once all are there.
 """
 
 from __future__ import annotations
@@ -16,310 +15,162 @@ import torch
 from torch import Tensor
 
 from runner.attention.backend import AttentionBatch
-from runner.kernels._numba import (
-    FLOAT,
-    INT,
-    LONG,
-    Kernel,
-    Scratch,
-    bits_of,
-    exp,
-    float_of,
-    fork,
-    helper,
-    is_bfloat,
-    long_kernel,
-    narrow,
-    prefetch,
-    rows,
-    team,
-    wide,
+from runner.kernels._numba import INT, LONG, Kernel, Scratch, fork, helper, long_kernel, rows, team
+from runner.kernels.attention_piece_cpu import (
+    SPAN,
+    attend_piece,
+    first_seen,
+    merge_pieces,
+    piece_values,
+    tile_rows,
+    work_values,
 )
-from runner.kernels.tile_cpu import TILE_COLUMNS, TILE_ROWS, tile_product, transpose_words
 
-_SPAN = TILE_COLUMNS
-"""Cached rows at a time."""
-_TILE_QUERIES = 30
-"""Queries (a row's head each) of a tile, unless a single row has more."""
-_NEGLIGIBLE = np.float32(-60)
-"""A score that far below the highest adds nothing to a float32. Denormal numbers would come of it, which are slow."""
-_LOWEST = np.float32(-3e38)
+_PIECES = 8
+"""A tile that costs more than such a part of a thread's share is cut along its cached rows: a long sequence with few
+KV heads would leave threads without work."""
+_PIECE_ROWS = 256
+"""Cached rows of a piece, at least: below it costs more to put the pieces together."""
 
 
 @helper
-def _lay_queries(tag: Any, source: int, count: int, out: int) -> None:
-    """Values as they are multiplied: bfloat16 as it is, all else as float32."""
-    given = rows(tag, source, count)
-    if is_bfloat(tag):
-        same = rows(tag, out, count)
-        for i in range(count):
-            same[i] = given[i]
-    else:
-        widened = rows(FLOAT, out, count)
-        for i in range(count):
-            widened[i] = wide(given[i])
+def _scratch_values(group: int, head_dim: int) -> int:
+    # Of tiles that cost more than a piece may there are fewer than `_PIECES` a thread, and rounding up their pieces
+    # adds as many again at most.
+    return work_values(group, head_dim) + 2 * _PIECES * piece_values(group, head_dim)
 
 
-@helper
-def _lay_keys(tag: Any, base: int, places: int, count: int, head_dim: int, out: int) -> None:
-    """A span's keys as `tile_product`'s columns: word by word, those of all rows side by side."""
-    size = rows(tag, base, 1).itemsize
-    place, words = rows(LONG, places, _SPAN), head_dim * size // 4
-    if (is_bfloat(tag) or size == 4) and words >= 16:
-        for first in range(0, count, 16):
-            transpose_words(base, places + first * 8, words, out + first * 4)
-    elif is_bfloat(tag):
-        by_word = rows(INT, out, (words, _SPAN))
-        for j in range(count):
-            key = rows(INT, base + place[j], words)
-            for i in range(words):
-                by_word[i, j] = key[i]
-    else:
-        by_value = rows(FLOAT, out, (head_dim, _SPAN))
-        for j in range(count):
-            values = rows(tag, base + place[j], head_dim)
-            for i in range(head_dim):
-                by_value[i, j] = wide(values[i])
-
-
-@helper
-def _lay_values(tag: Any, base: int, places: int, count: int, head_dim: int, out: int) -> None:
-    """A span's values as `tile_product`'s columns, 64 of them after another: row by row, or pair by pair of rows."""
-    place, size = rows(LONG, places, _SPAN), rows(tag, base, 1).itemsize
-    for first in range(0, head_dim, TILE_COLUMNS):
-        width, to = min(TILE_COLUMNS, head_dim - first), out + first * _SPAN * 4
-        if is_bfloat(tag):
-            pairs = rows(INT, to, (_SPAN // 2, TILE_COLUMNS))
-            for j in range((count + 1) // 2):
-                both, one = pairs[j], rows(tag, base + place[2 * j] + first * size, width)
-                if 2 * j + 1 < count:
-                    two = rows(tag, base + place[2 * j + 1] + first * size, width)
-                    for i in range(width):
-                        both[i] = np.int32(np.uint32(one[i]) | np.uint32(two[i]) << np.uint32(16))
-                else:
-                    for i in range(width):
-                        both[i] = np.int32(one[i])
-        else:
-            singles = rows(FLOAT, to, (_SPAN, TILE_COLUMNS))
-            for j in range(count):
-                value = rows(tag, base + place[j] + first * size, width)
-                for i in range(width):
-                    singles[j, i] = wide(value[i])
-
-
-@helper
-def _weigh(tag: Any, scores: Any, begin: int, end: int, highest: Any, weights: int) -> Any:
-    """Scores to weights below the highest, in the tag's layout; outside of `begin` to `end` they are 0. Their sum."""
-    total = np.float32(0)
-    for j in range(len(scores)):
-        below = scores[j] - highest
-        weight = exp(below) if below > _NEGLIGIBLE else np.float32(0)
-        weight = weight if begin <= j and j < end else np.float32(0)
-        scores[j] = weight
-        total += weight
-    if is_bfloat(tag):
-        rounded = rows(tag, weights, _SPAN)
-        for j in range(len(scores)):
-            rounded[j] = narrow(tag, scores[j])
-    else:
-        same = rows(FLOAT, weights, _SPAN)
-        for j in range(len(scores)):
-            same[j] = scores[j]
-    return total
-
-
-@helper
-def _highest(scores: Any, begin: int, end: int) -> Any:
-    """Of the scores from `begin` to `end`. By their bits as whole numbers in the same order, which is vectorised."""
-    top = bits_of(_LOWEST)
-    best = np.int32(top) ^ np.int32(0x7FFFFFFF)
-    for j in range(begin, end):
-        bits = np.int32(bits_of(scores[j]))
-        best = max(best, bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-    return float_of(np.uint32(best ^ ((best >> np.int32(31)) & np.int32(0x7FFFFFFF))))
-
-
-@helper
-def _cap(scores: Any, count: int, scale: Any, softcap: Any) -> None:
-    for j in range(count):
-        scores[j] *= scale
-    if softcap > 0:
-        for j in range(count):
-            # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            power = exp(np.float32(2) * scores[j] / softcap)
-            scores[j] = softcap * (np.float32(1) - np.float32(2) / (power + np.float32(1)))
-
-
-@helper
-def _multiply(tag: Any, count: int, columns: int, x: int, x_stride: int, steps: int, out: int, out_stride: int,
-              more: int) -> None:  # fmt: skip
-    """`tile_product` of any number of rows, of float32 results."""
-    for first in range(0, count, TILE_ROWS):
-        tile_product(tag, min(TILE_ROWS, count - first), columns, x + first * x_stride, x_stride, steps,
-                     out + first * out_stride, out_stride, more, 0, 0)  # fmt: skip
-
-
-@helper
-def _padded(head_dim: int) -> int:
-    return (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-
-
-@helper
 def scratch_values(group: int, head_dim: int) -> int:
-    """float32 that a thread of `attend_tiles` works in."""
-    queries = max(_TILE_QUERIES // group, 1) * group
-    padded = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    return 4 * _SPAN + queries * (head_dim + 2 * _SPAN + padded + 2) + 2 * _SPAN * padded + 64
+    """float32 for each thread that `attend_all` works in."""
+    return int(_scratch_values.py_func(group, head_dim))
 
 
 @helper
-def _find(table: int, first: int, count: int, block_size: int, row_bytes: int, places: int) -> None:
-    """Where a sequence's cached rows are, from `first` on, in bytes from those of block 0; `_SPAN` of them, of which
-    those beyond `count` repeat the last. `table`: address of the numbers of its blocks."""
-    place, number = rows(LONG, places, _SPAN), first // block_size
-    offset, found = first - number * block_size, 0
-    while found < count:
-        there = np.int64(rows(INT, table + number * 4, 1)[0]) * block_size + offset
-        run = min(block_size - offset, count - found)
-        for j in range(run):
-            place[found + j] = (there + j) * row_bytes
-        found, number, offset = found + run, number + 1, 0
-    for j in range(count, _SPAN):
-        place[j] = place[count - 1]
+def _cost(length: int, queries: int) -> int:
+    """Of a tile, in what a query and a cached row cost; laying out a cached row is some 8 of it."""
+    return (length + 16) * (queries + 8)
 
 
 @helper
-def _ask(base: int, places: int, count: int, size: int) -> None:
-    """Asks the memory for a span's keys or values."""
-    place = rows(LONG, places, _SPAN)
-    for j in range(count):
-        prefetch(base + place[j], size)
+def _tile(row: int, num_rows: int, seq_len: int, group: int, window: int, most: int) -> Any:
+    """Of the tile that begins at a row of its sequence's: its rows, the position of the first, the first cached row
+    that it sees and the end of them, its cost, and how many cached rows each of its pieces has."""
+    taken, position = min(tile_rows(group), num_rows - row), seq_len - num_rows + row
+    first, end = first_seen(position, window), position + taken
+    cost, length = _cost(end - first, taken * group), end - first
+    pieces = max(np.int64(1), min((cost + most - 1) // most, length // _PIECE_ROWS))
+    piece = length if pieces == 1 else ((length + pieces - 1) // pieces + SPAN - 1) // SPAN * SPAN
+    return taken, position, first, end, cost, piece
 
 
 @helper
-def _first_seen(position: int, window: int) -> Any:
-    return max(np.int64(0), position - window + 1) if window else np.int64(0)
-
-
-@helper
-def _attend_tile(tag: Any, query: int, keys: int, values: int, table: int, next_keys: int, next_table: int,
-                 next_first: int, next_count: int, asked: int, out: int, scratch: int, num_rows: int, position: int,
-                 heads: int, kv_heads: int, head_dim: int, block_size: int, window: int, scale: float,
-                 softcap: float) -> None:  # fmt: skip
-    """`query` and `out`: of the first row and of the group's first head. keys, values: of the KV head, block 0.
-    `position`: of the first row. `asked`: bytes of a cached row to ask the memory for, which is all heads' at the
-    first, and nothing then. next_...: what will be read after this tile, of all heads; no rows where that is known."""
-    size, group, padded = rows(tag, query, 1).itemsize, heads // kv_heads, _padded(head_dim)
-    count, word, row_bytes = num_rows * group, (2 if is_bfloat(tag) else 4), heads * head_dim * size
-    # The parts of the scratch: places of a span's rows, keys and values laid out, queries, scores, weights, sums.
-    places = scratch
-    following = places + _SPAN * 8
-    key_columns = following + _SPAN * 8
-    value_columns = key_columns + _SPAN * padded * 4
-    queries = value_columns + _SPAN * padded * 4
-    scores_at = queries + count * head_dim * 4
-    weights = scores_at + count * _SPAN * 4
-    sums_at = weights + count * _SPAN * 4
-    scores, sums = rows(FLOAT, scores_at, (count, _SPAN)), rows(FLOAT, sums_at, (count, padded))
-    state = rows(FLOAT, sums_at + count * padded * 4, (2, count))
-    highest, total = state[0], state[1]
-    for row in range(num_rows):
-        _lay_queries(tag, query + row * row_bytes, group * head_dim, queries + row * group * head_dim * word)
-    highest[:], total[:] = _LOWEST, np.float32(0)
-    sums[:] = np.float32(0)
-    cached_bytes = kv_heads * head_dim * size
-    first, end = _first_seen(position, window), position + num_rows
-    _find(table, first, min(_SPAN, end - first), block_size, cached_bytes, places)
-    while first < end:
-        length = min(_SPAN, end - first)
-        _ask(values, places, length, asked)
-        _lay_keys(tag, keys, places, length, head_dim, key_columns)
-        _multiply(tag, count, key_columns, queries, head_dim * word, head_dim * word // 4, scores_at, _SPAN * 4, 0)
-        if first + length < end:
-            more = min(_SPAN, end - first - length)
-            _find(table, first + length, more, block_size, cached_bytes, following)
-            _ask(keys, following, more, asked)
-        elif next_count:
-            _find(next_table, next_first, next_count, block_size, cached_bytes, following)
-            _ask(next_keys, following, next_count, cached_bytes)
-        for q in range(count):
-            at = position + q // group
-            begin, stop = max(np.int64(0), _first_seen(at, window) - first), min(length, at + 1 - first)
-            _cap(scores[q], length, np.float32(scale), np.float32(softcap))
-            top = max(highest[q], _highest(scores[q], begin, stop))
-            factor = exp(highest[q] - top)
-            highest[q] = top
-            total[q] = total[q] * factor + _weigh(tag, scores[q], begin, stop, top, weights + q * _SPAN * word)
-            if factor < np.float32(1):
-                for i in range(head_dim):
-                    sums[q, i] *= factor
-        _lay_values(tag, values, places, length, head_dim, value_columns)
-        steps = (length + 1) // 2 if is_bfloat(tag) else length
-        for column in range(0, head_dim, TILE_COLUMNS):
-            _multiply(tag, count, value_columns + column * _SPAN * 4, weights, _SPAN * word, steps,
-                      sums_at + column * 4, padded * 4, 1)  # fmt: skip
-        first += length
-        places, following = following, places
-    for q in range(count):
-        target = rows(tag, out + q // group * row_bytes + q % group * head_dim * size, head_dim)
-        factor = np.float32(1) / total[q]
-        for i in range(head_dim):
-            target[i] = narrow(tag, sums[q, i] * factor)
-
-
-@helper
-def attend_tiles(thread: int, threads: int, tag: Any, query: int, keys: int, values: int, table: int, table_width: int,
-                 slots: int, starts: int, seq_lens: int, out: int, scratch: int, num_entries: int, heads: int,
-                 kv_heads: int, head_dim: int, block_size: int, window: int, scale: float,
-                 softcap: float) -> None:  # fmt: skip
-    """A thread's share of all entries' tiles, as near as their costs allow. `scratch`: `scratch_values` for each."""
+def _attend_tiles(thread: int, threads: int, tag: Any, query: int, keys: int, values: int, table: int,
+                  table_width: int, slots: int, starts: int, seq_lens: int, out: int, scratch: int, pieces: int,
+                  whole: int, most: int, num_entries: int, heads: int, kv_heads: int, head_dim: int, block_size: int,
+                  window: int, scale: float, softcap: float) -> None:  # fmt: skip
+    """A thread's share of all entries' tiles, as near as their costs allow. `pieces`: where tiles that have several
+    leave theirs. whole, most: costs, of all tiles and of a piece."""
     size, group = rows(tag, query, 1).itemsize, heads // kv_heads
     slot, lengths = rows(INT, slots, num_entries), rows(INT, seq_lens, num_entries)
     start = rows(INT, starts, num_entries + 1)
-    scratch = (scratch + thread * scratch_values(group, head_dim) * 4 + 63) // 64 * 64
-    tile_rows = max(_TILE_QUERIES // group, 1)
-    whole = np.int64(0)
-    for turn in range(2):  # The first counts.
-        done = np.int64(0)
-        for entry in range(num_entries):
-            num_rows: Any = np.int64(start[entry + 1] - start[entry])
-            for row in range(0, num_rows, tile_rows):
-                taken: Any = min(tile_rows, num_rows - row)
-                position: Any = np.int64(lengths[entry]) - num_rows + row
-                cost = _cost(position + taken, taken * group, window)
-                # What comes after this tile: the sequence's next, which begins where this does, or the next one's.
-                follows = entry if row + taken < num_rows else min(entry + 1, num_entries - 1)
-                next_table = table + slot[follows] * table_width * 4
-                next_first = _first_seen(lengths[follows] - (start[follows + 1] - start[follows]), window)
-                next_count = min(_SPAN, lengths[follows] - next_first)
-                blocks = table + slot[entry] * table_width * 4
+    scratch = (scratch + thread * work_values(group, head_dim) * 4 + 63) // 64 * 64
+    cached_bytes, piece_bytes = kv_heads * head_dim * size, piece_values(group, head_dim) * 4
+    done = np.int64(0)
+    for entry in range(num_entries):
+        num_rows: Any = np.int64(start[entry + 1] - start[entry])
+        blocks = table + slot[entry] * table_width * 4
+        row = np.int64(0)
+        while row < num_rows:
+            taken, position, first, end, cost, piece = _tile(
+                row, num_rows, np.int64(lengths[entry]), group, window, most
+            )
+            # What comes after this tile: the sequence's next, which begins where this does, or the next one's.
+            follows = entry if row + taken < num_rows else min(entry + 1, num_entries - 1)
+            next_table = table + slot[follows] * table_width * 4
+            next_first: Any = first_seen(lengths[follows] - (start[follows + 1] - start[follows]), window)
+            next_end: Any = np.int64(lengths[follows])
+            begin, length = first, end - first
+            while begin < end:
+                stop = min(begin + piece, end)
+                share = cost * (stop - begin) // length
+                if stop < end:
+                    after_table, after_first, after_end = blocks, stop, end
+                else:
+                    after_table, after_first, after_end = next_table, next_first, next_end
                 for kv_head in range(kv_heads):
                     # To whom its middle belongs.
-                    if turn == 1 and (2 * done + cost) * threads // (2 * whole) == thread:
+                    if (2 * done + share) * threads // (2 * whole) == thread:
                         place = ((start[entry] + row) * heads + kv_head * group) * head_dim * size
                         head, last = kv_head * head_dim * size, kv_head + 1 == kv_heads
-                        _attend_tile(tag, query + place, keys + head, values + head, blocks, keys, next_table,
-                                     next_first, next_count if last else 0,
-                                     kv_heads * head_dim * size if kv_head == 0 else 0, out + place,
-                                     scratch, taken, position, heads, kv_heads, head_dim, block_size, window, scale,
+                        left = pieces + kv_head * piece_bytes if piece < length else 0
+                        attend_piece(tag, query + place, keys + head, values + head, blocks, keys, after_table,
+                                     after_first, min(SPAN, after_end - after_first) if last else 0,
+                                     cached_bytes if kv_head == 0 else 0, out + place, left, scratch, taken, position,
+                                     begin, stop, heads, kv_heads, head_dim, block_size, window, scale,
                                      softcap)  # fmt: skip
-                    done += cost
-        whole = done
+                    done += share
+                if piece < length:
+                    pieces += kv_heads * piece_bytes
+                begin = stop
+            row += taken
 
 
 @helper
-def _cost(length: int, queries: int, window: int) -> int:
-    """Of a tile, in what a query and a cached row cost; laying out a cached row is some 8 of it."""
-    seen = min(length, window + queries) if window else length
-    return (seen + 16) * (queries + 8)
+def _merge_tiles(thread: int, threads: int, tag: Any, starts: int, seq_lens: int, out: int, pieces: int, most: int,
+                 num_entries: int, heads: int, kv_heads: int, head_dim: int, window: int) -> None:  # fmt: skip
+    """A thread's share of the tiles that have several pieces."""
+    size, group = rows(tag, out, 1).itemsize, heads // kv_heads
+    lengths, start = rows(INT, seq_lens, num_entries), rows(INT, starts, num_entries + 1)
+    piece_bytes, number = piece_values(group, head_dim) * 4, 0
+    for entry in range(num_entries):
+        num_rows: Any = np.int64(start[entry + 1] - start[entry])
+        row = np.int64(0)
+        while row < num_rows:
+            taken, _, first, end, _, piece = _tile(row, num_rows, np.int64(lengths[entry]), group, window, most)
+            if piece < end - first:
+                num_pieces = (end - first + piece - 1) // piece
+                for kv_head in range(kv_heads):
+                    if number % threads == thread:
+                        place = ((start[entry] + row) * heads + kv_head * group) * head_dim * size
+                        merge_pieces(tag, pieces + kv_head * piece_bytes, num_pieces, kv_heads * piece_bytes,
+                                     out + place, taken, heads, group, head_dim)  # fmt: skip
+                    number += 1
+                pieces += num_pieces * kv_heads * piece_bytes
+            row += taken
+
+
+@helper
+def attend_all(tag: Any, team: int, query: int, keys: int, values: int, table: int, table_width: int, slots: int,
+               starts: int, seq_lens: int, out: int, scratch: int, num_entries: int, heads: int, kv_heads: int,
+               head_dim: int, block_size: int, window: int, scale: float, softcap: float) -> None:  # fmt: skip
+    """Addresses. `scratch`: `scratch_values` for each thread of the team."""
+    group, threads = heads // kv_heads, rows(LONG, team, 4)[3]
+    lengths, start = rows(INT, seq_lens, num_entries), rows(INT, starts, num_entries + 1)
+    whole, highest, longest = np.int64(0), np.int64(0), np.int64(0)
+    for entry in range(num_entries):
+        num_rows: Any = np.int64(start[entry + 1] - start[entry])
+        row = np.int64(0)
+        while row < num_rows:
+            taken, _, first, end, cost, _ = _tile(row, num_rows, np.int64(lengths[entry]), group, window, 1)
+            whole += cost * kv_heads
+            highest, longest = max(highest, cost), max(longest, end - first)
+            row += taken
+    most = (whole + threads * _PIECES - 1) // (threads * _PIECES) if threads > 1 else whole
+    pieces = scratch + threads * work_values(group, head_dim) * 4
+    fork(team, _attend_tiles, (tag, query, keys, values, table, table_width, slots, starts, seq_lens, out, scratch,
+                               pieces, whole, most, num_entries, heads, kv_heads, head_dim, block_size, window,
+                               scale, softcap))  # fmt: skip
+    if highest > most and longest >= 2 * _PIECE_ROWS:
+        fork(team, _merge_tiles, (tag, starts, seq_lens, out, pieces, most, num_entries, heads, kv_heads, head_dim,
+                                  window))  # fmt: skip
 
 
 @long_kernel
 def _attend(tag: Any, team: int, query: int, keys: int, values: int, table: int, table_width: int, slots: int,
             starts: int, seq_lens: int, out: int, scratch: int, num_entries: int, heads: int, kv_heads: int,
             head_dim: int, block_size: int, window: int, scale: float, softcap: float) -> None:  # fmt: skip
-    fork(team, attend_tiles, (tag, query, keys, values, table, table_width, slots, starts, seq_lens, out, scratch,
-                              num_entries, heads, kv_heads, head_dim, block_size, window, scale, softcap))  # fmt: skip
+    attend_all(tag, team, query, keys, values, table, table_width, slots, starts, seq_lens, out, scratch, num_entries,
+               heads, kv_heads, head_dim, block_size, window, scale, softcap)  # fmt: skip
 
 
 _scratch = Scratch()
@@ -340,7 +191,7 @@ def attend_cpu(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Att
     """
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = query.shape[1]
-    size = scratch_values.py_func(heads // kv_heads, head_dim)
+    size = scratch_values(heads // kv_heads, head_dim)
     ATTENTION(
         query.dtype, team(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
         batch.block_table.data_ptr(), batch.block_table.shape[1], batch.entry_slots.data_ptr(),
@@ -349,4 +200,4 @@ def attend_cpu(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Att
     )  # fmt: skip
 
 
-__all__ = ["ATTENTION", "attend_cpu", "attend_tiles", "scratch_values", "takes_head_size"]
+__all__ = ["ATTENTION", "attend_all", "attend_cpu", "scratch_values", "takes_head_size"]

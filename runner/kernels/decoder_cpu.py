@@ -18,7 +18,7 @@ from runner.attention.cpu_attention import CpuAttention
 from runner.kernels import attention_cpu, packed_linear_cpu
 from runner.kernels._numba import LONG, Kernel, Scratch, fork, helper, long_kernel, rows, team
 from runner.kernels.activation_cpu import gate_all
-from runner.kernels.attention_cpu import attend_tiles
+from runner.kernels.attention_cpu import attend_all
 from runner.kernels.packed_linear_cpu import multiply_columns
 from runner.kernels.rms_norm_cpu import norm_all
 from runner.kernels.rope_cpu import rope_all
@@ -74,9 +74,9 @@ def _decode(tag: Any, team: int, layers: int, num_layers: int, buffers: int, fin
                  merged + (heads + kv_heads) * head_bytes, merged_dim, head_dim, layer[_COS], layer[_SIN],
                  layer[_ROTARY_DIM], positions, keys, values, index, query, layer[_QUERY_NORM], layer[_KEY_NORM],
                  at[_FOR_ROPE], num_rows, heads, kv_heads, head_dim, head_eps, unit_offset)  # fmt: skip
-        fork(team, attend_tiles, (tag, query, keys, values, table, table_width, slots, starts, seq_lens, attended,
-                                  at[_FOR_ATTENTION], num_entries, heads, kv_heads, head_dim, block_size,
-                                  layer[_WINDOW], scale, softcap))  # fmt: skip
+        attend_all(tag, team, query, keys, values, table, table_width, slots, starts, seq_lens, attended,
+                   at[_FOR_ATTENTION], num_entries, heads, kv_heads, head_dim, block_size, layer[_WINDOW], scale,
+                   softcap)  # fmt: skip
         _linear(tag, team, attended, layer[_OUTPUT], layer[_OUTPUT_BIAS], added, at[_FOR_LINEAR], num_rows,
                 heads * head_dim, hidden)  # fmt: skip
         if layer[_ATTENTION_NORM]:
@@ -149,7 +149,7 @@ class WholeDecoder:
         # Asked for in every call, since the number of threads may change.
         group = self._heads // self._kv_heads
         self._buffers[_FOR_LINEAR] = self._for_linear.address(packed_linear_cpu.scratch_values.py_func(self._room))
-        values = attention_cpu.scratch_values.py_func(group, self._head_dim)
+        values = attention_cpu.scratch_values(group, self._head_dim)
         self._buffers[_FOR_ATTENTION] = self._for_attention.address(values)
         self._buffers[_FOR_ROPE] = self._for_rope.address(self._head_dim)
 

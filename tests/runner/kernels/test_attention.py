@@ -230,11 +230,37 @@ def test_odd_head_sizes_on_the_cpu(head_dim: int, threads: int) -> None:
         assert_close(run_on_cpu(query, batch, case), dense(query, case, sequences), dtype)
 
 
-def test_a_long_decode_is_shared_by_its_heads(threads: int) -> None:
-    case = Case(((1, 2000), (1, 3)), heads=9, kv_heads=3, dtype=torch.bfloat16, garbage="nan")
+LONG = {
+    "one": Case(((1, 2000),), heads=9, kv_heads=3),
+    "one of many heads": Case(((1, 1500),), heads=20, kv_heads=1, head_dim=80),
+    "beside short ones": Case(((1, 3), (1, 3000), (1, 40)), block_size=32),
+    "as long as two pieces": Case(((1, 511), (1, 3)), kv_heads=1),
+    "window": Case(((1, 3000), (1, 5)), window=1100),
+    "softcap": Case(((1, 1300),), softcap=5.0, head_dim=128, kv_heads=1),
+    "rows that don't see the last piece": Case(((27, 1010), (1, 2)), kv_heads=1, window=900),
+}
+"""Sequences that threads share by their cached rows."""
+
+
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_long_sequences_on_the_cpu(case: Case, dtype: torch.dtype, threads: int) -> None:
+    case = Case(**{**vars(case), "dtype": dtype, "garbage": "nan"})
     query, batch, sequences = make_batch(case)
-    out = run_on_cpu(query, batch, case)
-    assert_close(out, dense(query, case, sequences), case.dtype)
+    assert_close(run_on_cpu(query, batch, case), dense(query, case, sequences), dtype)
+
+
+def test_more_threads_than_heads_share_a_sequence() -> None:
+    """Of another number of pieces in another order, the same sum but for rounding; and every part of it counts."""
+    pytest.importorskip("numba")
+    case, before = Case(((1, 4000), (1, 700)), heads=2, kv_heads=1), torch.get_num_threads()
+    query, batch, sequences = make_batch(case)
+    for threads in (3, 5, 8):
+        torch.set_num_threads(threads)
+        try:
+            assert_close(run_on_cpu(query, batch, case), dense(query, case, sequences), case.dtype)
+        finally:
+            torch.set_num_threads(before)
 
 
 @each_case
