@@ -39,7 +39,7 @@ pip    = -m pip --disable-pip-version-check --no-input install $(PIP_ARGS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test test-min matrix fuzz compat gpu-test lint types format check bench bench-frontend \
-        bench-wire bench-host gpu-bench gpu-bench-serve faults soak audit docker-image docker-test clean
+        bench-wire bench-host bench-pace gpu-bench gpu-bench-serve faults soak audit docker-image docker-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -149,6 +149,9 @@ bench-wire: $(STAMP) ## measure what it takes to get embeddings to the engine, i
 
 bench-host: $(STAMP) ## measure what the engine's own Python takes a step, with nothing to compute
 	$(PY) -m tests.bench.host $(ARGS)
+
+bench-pace: $(STAMP) ## simulate the scheduler with a GPU's step times: tok/s, TTFT and ITL of a load
+	$(PY) -m tests.bench.pace $(ARGS)
 
 gpu-bench: $(STAMP) ## measure the kernels on this machine's GPU
 	$(PY) -m tests.gpu.bench_kernels $(ARGS)

@@ -168,7 +168,7 @@ def work_values(group: int, head_dim: int) -> int:
 
 
 @helper
-def piece_values(group: int, head_dim: int) -> int:
+def piece_values(group: int, head_dim: int) -> Any:
     """float32 that a piece leaves: sums, then its highest scores and totals."""
     return tile_rows(group) * group * (_padded(head_dim) + 2)
 
