@@ -64,7 +64,7 @@ def test_whose_it_is_not(slow: ServerProcess) -> None:
         answer_id = json.loads(next(stream))["id"]
         refused = other.post("/abort", json={"id": answer_id})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
-        assert httpx.post(slow.base + "/abort", json={"id": answer_id}).status_code == 401
+        assert httpx.post(slow.base + "/abort", json={"id": answer_id}, timeout=60).status_code == 401
         assert json.loads(next(stream))["choices"]
         assert client.post("/abort", json={"id": answer_id}).status_code == 200
 
@@ -115,8 +115,8 @@ def test_an_answer_of_another_worker(start_server: StartServer) -> None:
 
 def test_ping(slow: ServerProcess) -> None:
     """As /health; whoever asks has no key."""
-    assert httpx.get(slow.base + "/ping").json() == {"status": "ok"}
-    assert httpx.get(slow.base + "/load").status_code == 401
+    assert httpx.get(slow.base + "/ping", timeout=60).json() == {"status": "ok"}
+    assert httpx.get(slow.base + "/load", timeout=60).status_code == 401
 
 
 def test_a_response(slow: ServerProcess) -> None:

@@ -29,7 +29,7 @@ def test_an_answer_is_not_over_before_it_is_read(start_server: StartServer) -> N
     response = large_response(server)
 
     def load() -> int:
-        return int(httpx.get(server.base + "/load").json()["server_load"])
+        return int(httpx.get(server.base + "/load", timeout=60).json()["server_load"])
 
     eventually(lambda: load() == 0)
     with socket.socket() as connection:

@@ -327,7 +327,7 @@ def test_an_error_in_a_piece_is_not_passed_over(monkeypatch: pytest.MonkeyPatch)
         file = ArrivingFile(HIDDEN, "bfloat16", ROWS)
         file.add(payload)
         assert file._values is not None
-        wait(file._values._made, 10)
+        wait(file._values._made, 30)
         await file.rows(ROWS)
 
     monkeypatch.setattr(RowPieces, "make", fail)
@@ -455,9 +455,9 @@ def test_of_threads_one_hashes_and_no_other_waits_for_it() -> None:
     pieces = [memoryview(b"first"), memoryview(b"second")]
     thread = threading.Thread(target=digest.add, args=(0, pieces[0], pieces.__getitem__))
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(30)
     digest.add(1, pieces[1], pieces.__getitem__)
     assert hashed == []
     release.set()
-    thread.join(10)
+    thread.join(30)
     assert hashed == [b"first", b"second"]

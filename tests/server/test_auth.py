@@ -26,7 +26,7 @@ def guarded(tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempP
 
 def ask(server: ServerProcess, method: str, path: str, authorization: str | bytes | None = None) -> tuple[int, bytes]:
     """Without a client library's ideas about paths."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {} if authorization is None else {"Authorization": authorization}
     connection.request(method, path, headers=headers)
     response = connection.getresponse()

@@ -88,7 +88,7 @@ def test_a_refusal_does_not_wait_for_the_others() -> None:
 
     async def main() -> None:
         with pytest.raises(QueueFull):
-            await asyncio.wait_for(Batch.open(fake, requests(3)), 5)
+            await asyncio.wait_for(Batch.open(fake, requests(3)), 30)
 
     asyncio.run(main())
     assert [each.aborted for each in fake.submitted] == [[-1]]
@@ -121,7 +121,7 @@ def test_news_from_before_the_reader_listened_are_not_lost() -> None:
     async def main() -> dict[int, list[int]]:
         batch = await Batch.open(engine(), requests(3))
         await asyncio.sleep(0.05)  # all that comes has come
-        return await asyncio.wait_for(collect(batch), 5)
+        return await asyncio.wait_for(collect(batch), 30)
 
     assert asyncio.run(main()) == {index: [4 + index] * 5 for index in range(3)}
 

@@ -26,7 +26,7 @@ from tests.server.harness import ServerProcess, eventually
 
 def exchange(server: ServerProcess, data: bytes) -> tuple[int, dict[str, object]]:
     """Status and JSON body of the first answer."""
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection, connection.makefile("rb") as stream:
         connection.sendall(data)
         status = int(stream.readline().split()[1])
         length, ids = 0, list[bytes]()
@@ -89,7 +89,7 @@ def test_what_is_malformed(server: ServerProcess, data: bytes) -> None:
 def test_a_refused_head_is_not_followed_by_another_request(server: ServerProcess) -> None:
     """What comes behind a refused head on the same connection must not be run."""
     refused = request(*[b"X-%d: v" % number for number in range(300)])
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
         connection.sendall(refused + request(path=b"/v1/models/hidden"))
         answers = b""
         while data := connection.recv(65536):
@@ -107,7 +107,7 @@ def test_http_1_0_knows_no_chunks(server: ServerProcess, keep: bytes) -> None:
     """RFC 9112, 6.1: no transfer coding where the request is HTTP/1.0. A stream ends with its connection."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.0\r\n%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection, connection.makefile("rb") as stream:
         connection.sendall(head % (keep, len(body)) + body)
         answer_head, _, events = stream.read().partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in answer_head and b"connection: close" in answer_head
@@ -337,7 +337,7 @@ def test_a_body_behind_an_upgrade_is_the_request_s(
     bodiless = b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
     last = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     data = first + b"\r\n\r\n" + body + bodiless + last
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection, connection.makefile("rb") as stream:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection, connection.makefile("rb") as stream:
         for start in range(0, len(data), piece):
             connection.sendall(data[start : start + piece])
             if piece < 100:

@@ -223,10 +223,10 @@ def test_cut_uploads_leave_nothing(server: ServerProcess) -> None:
     upload = form({}, payload(200))
     for path, sent in (("/v1/completions", whole), ("/v1/prompt_embeds", upload)):
         for end in (len(sent) // 2, len(sent) - 1):
-            with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
                 connection.sendall(head(path, len(sent)) + sent[:end])
             # The same, said to be all of it.
-            with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
                 connection.sendall(head(path, end - 4) + sent[: end - 4])
                 assert b" 400 " in connection.recv(1000)
     with server.client() as client:

@@ -63,19 +63,19 @@ def wait_ready(server: ServerProcess, client: httpx.Client) -> None:
             assert server.process.poll() is None, server.stderr
             return False
 
-    eventually(ready, 60)
+    eventually(ready)
 
 
 @pytest.fixture
 def secure_client(request: pytest.FixtureRequest, authority: Authority) -> Iterator[httpx.Client]:
-    with httpx.Client(verify=authority.context(), timeout=30) as client:
+    with httpx.Client(verify=authority.context(), timeout=60) as client:
         yield client
 
 
 def shown_serial(port: int, context: ssl.SSLContext) -> str:
     """Of the certificate that a new connection is shown."""
     with (
-        socket.create_connection(("127.0.0.1", port), 10) as plain,
+        socket.create_connection(("127.0.0.1", port), 60) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
         certificate = connection.getpeercert()
@@ -91,16 +91,16 @@ def test_a_server_speaks_https(start_server: StartServer, authority: Authority, 
     assert server.process.stdout is not None
     assert f"curl https://127.0.0.1:{server.port}/" in server.process.stdout.readline().decode()
     for _ in range(4):  # Each of the workers gets two.
-        with httpx.Client(verify=authority.context(), base_url=secure_client.base_url, timeout=30) as client:
+        with httpx.Client(verify=authority.context(), base_url=secure_client.base_url, timeout=60) as client:
             assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 20
             with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
                 assert list(answer.iter_lines())[-2] == "data: [DONE]"
     assert {event["worker"] for event in server.messages("generate")} == {0, 1}
     # Who does not trust the authority or speaks plain HTTP gets nothing, and the server goes on.
     with pytest.raises(httpx.ConnectError, match="certificate"):
-        httpx.get(f"https://localhost:{server.port}/livez")
+        httpx.get(f"https://localhost:{server.port}/livez", timeout=60)
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://localhost:{server.port}/livez")
+        httpx.get(f"http://localhost:{server.port}/livez", timeout=60)
     # A renewed certificate is shown to who comes next, and half of one is not.
     before = shown_serial(server.port, authority.context())
     new_chain, new_key = authority.issue("new")
@@ -124,10 +124,10 @@ def test_clients_may_have_to_show_one_too(
     (tmp_path / "foreign").mkdir()
     foreign.load_cert_chain(*Authority(tmp_path / "foreign").issue("client"))
     base = f"https://localhost:{server.port}"
-    with httpx.Client(verify=known, base_url=base) as client:
+    with httpx.Client(verify=known, base_url=base, timeout=60) as client:
         wait_ready(server, client)
     secure_client.base_url = base
-    with httpx.Client(verify=foreign, base_url=base) as stranger:
+    with httpx.Client(verify=foreign, base_url=base, timeout=60) as stranger:
         for client in (secure_client, stranger):
             with pytest.raises(httpx.TransportError):
                 client.get("/livez")
@@ -136,7 +136,7 @@ def test_clients_may_have_to_show_one_too(
     url = url_of(["intarsia", "serve", "--port", str(server.port), "--probe-port", str(probe_port), *flags])
     assert url == f"http://127.0.0.1:{probe_port}"
     assert main(["healthcheck", "--url", url]) == 0
-    with httpx.Client(base_url=url) as probe:
+    with httpx.Client(base_url=url, timeout=60) as probe:
         for path in ("/livez", "/readyz", "/health", "/ping"):
             assert probe.get(path).status_code == probe.head(path).status_code == 200
         for path in ("/", "/metrics", "/v1/models", "/load", "/openapi.json", "/docs"):

@@ -115,7 +115,7 @@ def nothing_came(collector: Collector) -> None:
 def test_one_span_a_request(server: ServerProcess, collector: Collector) -> None:
     told = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     body = completion(5, n=2, temperature=0.5, top_k=7, user=SECRET, prompt=[9, 8, 7, 6])
-    answer = httpx.post(server.base + "/v1/completions", json=body, headers=told, timeout=30)
+    answer = httpx.post(server.base + "/v1/completions", json=body, headers=told, timeout=60)
     assert answer.status_code == 200
     (span,) = eventually(lambda: collector.named("text_completion scripted"))
     found = attributes(span)
