@@ -34,7 +34,7 @@ _PIECE_ROWS = 256
 
 
 @helper
-def _scratch_values(group: int, head_dim: int) -> int:
+def _scratch_values(group: int, head_dim: int) -> Any:
     # Of tiles that cost more than a piece may there are fewer than `_PIECES` a thread, and rounding up their pieces
     # adds as many again at most.
     return work_values(group, head_dim) + 2 * _PIECES * piece_values(group, head_dim)

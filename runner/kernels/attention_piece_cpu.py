@@ -161,14 +161,14 @@ def tile_rows(group: int) -> int:
 
 
 @helper
-def work_values(group: int, head_dim: int) -> int:
+def work_values(group: int, head_dim: int) -> Any:
     """float32 that a thread works in, and some to begin at a cache line."""
     queries, padded = tile_rows(group) * group, _padded(head_dim)
     return 4 * SPAN + queries * (head_dim + 2 * SPAN + padded + 2) + 2 * SPAN * padded + 64
 
 
 @helper
-def piece_values(group: int, head_dim: int) -> int:
+def piece_values(group: int, head_dim: int) -> Any:
     """float32 that a piece leaves: sums, then its highest scores and totals."""
     return tile_rows(group) * group * (_padded(head_dim) + 2)
 

@@ -579,7 +579,7 @@ def test_aborts_are_kept_until_the_runner_takes_messages_again() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         stream, request = await submit(engine, runner)
         runner.inbox.close(linger=0)
-        await until(lambda: not engine._to_runner.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+        await until(lambda: not int(engine._to_runner.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
         stream.abort()
         runner.inbox = runner.context.socket(zmq.PULL)
         runner.inbox.bind(engine.runner_address)
