@@ -56,7 +56,7 @@ from server.errors import (
     Unavailable,
     log_exception,
 )
-from server.generation import ChoiceEvent, GenerationStream, Inbox
+from server.generation import GenerationStream, Inbox
 from server.look_ups import LookUps
 from server.metrics import Metrics
 from server.prompt import PromptRows
@@ -66,8 +66,6 @@ from server.responses.store import ResponseStore
 from server.row_memory import probe_memory
 from server.stored_embeddings import NoSuchEmbedding, StoredEmbeddings
 from server.timeouts import NO_TIMEOUTS, Timeouts
-
-__all__ = ["ChoiceEvent", "EngineClient", "GenerationStream"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from runner.messages import End, FinishReason, HiddenRows, PromptLogprobs, Started, TokenLogprobs
@@ -282,11 +281,11 @@ class RequestOwner(Protocol):
 
 
 class GenerationStream:
-    """`async for event in stream` until every choice has ended; or `listen`, and `take` until there is nothing left.
+    """`listen`, and whenever there is news `take` until there is nothing left; until every choice has ended.
 
-    Raises APIError (EngineFailed) when the engine can no longer finish the request. Whoever has a stream calls `aclose`
-    in the end, or uses it as `async with`; that aborts what has not ended. (What a route forgets or loses is closed
-    when its HTTP request is over, see `RequestContext.on_end`.) One reader at a time.
+    Whoever has a stream calls `abort` in the end, which ends what has not ended; it needs no waiting, so that it also
+    works in a task that is being cancelled. (What a route forgets or loses is aborted when its HTTP request is over,
+    see `RequestContext.on_end`.) One reader at a time.
     """
 
     def __init__(self, owner: RequestOwner, inbox: Inbox) -> None:
@@ -309,7 +308,7 @@ class GenerationStream:
 
     def take(self) -> ChoiceEvent | None:
         """What is new of one choice; None: nothing at the moment, or nothing any more (`has_ended`). Raises APIError
-        as iterating does."""
+        (EngineFailed) when the engine can no longer finish the request."""
         inbox = self._inbox
         if inbox.ready:
             event = inbox.ready.popleft()
@@ -324,21 +323,11 @@ class GenerationStream:
         """Whether nothing more will come."""
         return not self._inbox.open and not self._inbox.ready
 
-    def __aiter__(self) -> GenerationStream:
-        return self
+    def abort(self, choice: int = -1) -> None:
+        """End `choice`, or (-1) every choice that has not ended; nothing more of it comes, no End either.
 
-    async def __anext__(self) -> ChoiceEvent:
-        while (event := self.take()) is None:
-            if self.has_ended:
-                raise StopAsyncIteration
-            await self._inbox.wait()
-        return event
-
-    def abort(self, choice: int = -1, reason: FinishReason | None = None) -> None:
-        """End `choice`, or (-1) every choice that has not ended; nothing more of it is yielded, no End either.
-
-        `reason` is what it counts as: "stop" by default for one choice (the server has found a stop string), "abort"
-        for all of them (the client has gone).
+        One choice counts as a "stop" (the server has found a stop string), all of them as an "abort" (the client has
+        gone).
         """
         inbox = self._inbox
         choices = range(len(inbox.ended)) if choice == -1 else (choice,)
@@ -348,20 +337,8 @@ class GenerationStream:
         if not inbox.open or not running:
             return
         for each in running:
-            inbox.close(each, reason or ("abort" if choice == -1 else "stop"))
+            inbox.close(each, "abort" if choice == -1 else "stop")
         self._owner.abort(inbox, -1 if not inbox.open else choice)
         if not inbox.open:
             self._owner.forget(inbox)
             inbox._wake()  # the reader, where somebody else has aborted
-
-    async def aclose(self) -> None:
-        """Abort what has not ended. Needs no waiting, so that it also works in a task that is being cancelled."""
-        self.abort()
-
-    async def __aenter__(self) -> GenerationStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.abort()

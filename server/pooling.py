@@ -68,8 +68,11 @@ class Dimensions:
 
 
 def embedding_of(row: bytes, dtype: str, *, dimensions: int, normalize: bool) -> npt.NDArray[np.float32]:
-    """[dimensions] of a pooled row in `dtype`; of length 1 if it is to be normalised."""
+    """[dimensions] of a pooled row in `dtype`; of length 1 if it is to be normalised. Raises ValueError where it is not
+    finite: rows may overflow inside the model."""
     values = as_float32(row, dtype)[:dimensions]
+    if not np.isfinite(values).all():
+        raise ValueError
     if not normalize:
         return values
     norm = float(np.linalg.norm(values.astype(np.float64)))

@@ -21,7 +21,7 @@ from runner.messages import HiddenRows, SamplingParams
 from server.batch import Batch, EngineRequest
 from server.embeddings_input import embedding_prompts
 from server.embeddings_schema import EmbeddingRequest
-from server.errors import EngineFailed, QueueFull, Unavailable, UnsupportedParameter
+from server.errors import EngineFailed, InvalidRequest, QueueFull, Unavailable, UnsupportedParameter
 from server.inputs import Prompt
 from server.openapi import json_body
 from server.pooling import Pooling, embedding_of
@@ -68,20 +68,26 @@ async def _embed(body: Mapping[str, Any], services: Services) -> Response:
     del request
     if not any(span.pixels for prompt in prompts for span in prompt.rows.spans):
         release_body()  # images are held until they have had their turn
-    tokens = sum(map(len, prompts))
+    tokens, wheres = sum(map(len, prompts)), [prompt.param for prompt in prompts]
     rows = await _pool_all(prompts, pooling, salt, services)
 
     def encode() -> bytes:
         row_dtype = "float32" if pooling == "mean" else dtype
-        made = (embedding_of(row, row_dtype, dimensions=dimensions, normalize=normalize) for row in rows)
-        data = [
-            {"object": "embedding", "index": index, "embedding": _written(values, as_text=as_text)}
-            for index, values in enumerate(made)
-        ]
+        data: list[dict[str, Any]] = []
+        for index, (row, where) in enumerate(zip(rows, wheres, strict=True)):
+            try:
+                values = embedding_of(row, row_dtype, dimensions=dimensions, normalize=normalize)
+            except ValueError:
+                raise _overflow(where) from None
+            data.append({"object": "embedding", "index": index, "embedding": _written(values, as_text=as_text)})
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return msgspec.json.encode({"object": "list", "data": data, "model": model, "usage": usage})
 
     return Response(await asyncio.to_thread(encode), media_type="application/json")
+
+
+def _overflow(where: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: the model overflows on it, its hidden states are not finite.", param=where)
 
 
 def _written(values: npt.NDArray[np.float32], *, as_text: bool) -> msgspec.Raw:

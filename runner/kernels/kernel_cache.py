@@ -1,7 +1,7 @@
 """Where the CPU's kernels are kept once they are compiled.
 
-Used by `kernels._numba` before any kernel is declared, and when one is kept. The folder's name holds a digest of the kernels' sources and of
-what compiles them for which machine, so what is found in it was made of these very files.
+Used by `kernels._numba` before any kernel is declared, and when one is kept. The folder's name holds a digest of the
+kernels' sources and of what compiles them for which machine, so what is found in it was made of these very files.
 """
 
 from __future__ import annotations

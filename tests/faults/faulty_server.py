@@ -93,7 +93,7 @@ class FaultyServer(RealServer):
         kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
         return Footprint(kib << 10, process.num_fds(), process.num_threads(), count)
 
-    def gauges(self) -> dict[str, float]:
+    def levels(self) -> dict[str, float]:
         """Everything that has to be 0 when nobody is there, by name."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
@@ -111,8 +111,8 @@ class FaultyServer(RealServer):
     def assert_settled(self, seconds: float = 30) -> None:
         """No slot, block, row or request is in use, and nothing went wrong inside."""
         deadline = time.monotonic() + seconds
-        while any((gauges := self.gauges()).values()):
-            assert time.monotonic() < deadline, gauges
+        while any((levels := self.levels()).values()):
+            assert time.monotonic() < deadline, levels
             time.sleep(0.1)
         assert self.errors_of_ours() == []
         assert self.process.poll() is None

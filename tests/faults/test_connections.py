@@ -77,10 +77,10 @@ def test_peers_that_have_vanished(faulty: FaultyServer) -> None:
             path, body = "/v1/completions", {**LONG, "stream": number % 2 == 0}
             data = request_bytes(path, body)
             connection.sendall(data if number < 4 else data[:-20])
-        eventually(lambda: faulty.gauges()["server_load"] == 6)
+        eventually(lambda: faulty.levels()["server_load"] == 6)
         for connection in connections:
             vanish(connection)
-        eventually(lambda: faulty.gauges()["server_load"] == 0, 15)
+        eventually(lambda: faulty.levels()["server_load"] == 0, 15)
     eventually(lambda: faulty.status("/readyz") == 200)
     faulty.assert_well()
 
@@ -110,7 +110,7 @@ def test_clients_that_never_read(faulty: FaultyServer) -> None:
         stream = Stream(faulty.port, "/v1/completions", {**LONG, "max_tokens": 50, "stream": True})
         assert stream.rest()[-1] == "[DONE]"
         deadline = time.monotonic() + 60
-        while faulty.gauges()["server_load"]:  # Until they are cut: they never leave by themselves.
+        while faulty.levels()["server_load"]:  # Until they are cut: they never leave by themselves.
             held = faulty.footprints(objects=False)["server"].anonymous - before.anonymous
             assert held < 32 << 20
             assert time.monotonic() < deadline

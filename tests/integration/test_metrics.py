@@ -70,18 +70,18 @@ def total(found: dict[str, float], name: str) -> float:
     return sum(value for sample, value in found.items() if sample.startswith(f"intarsia:{name}{{"))
 
 
-def settled(server: RealServer) -> dict[str, float] | None:
-    """What is counted, once all that `test_every_family_agrees_whatever_happened` sends is."""
+def settled(server: RealServer) -> dict[str, float]:
+    """What is counted, once all that `test_every_family_agrees_whatever_happened` sends is; nothing before."""
     found = scrape(server)
     counts = [total(found, name) for name in ("request_success_total", "http_responses_total", "errors_total")]
-    return found if all(map(ge, counts, (11, 14, 4))) and found["intarsia:num_requests_running"] == 0 else None
+    return found if all(map(ge, counts, (11, 14, 4))) and found["intarsia:num_requests_running"] == 0 else {}
 
 
-def at_rest(server: RealServer) -> dict[str, float] | None:
+def at_rest(server: RealServer) -> dict[str, float]:
     """What is counted once the engine has told that it has found a prefix, and has nothing to do any more."""
     found = scrape(server)
     used = found["intarsia:num_requests_running"] + found["intarsia:kv_cache_blocks_used"]
-    return found if found["intarsia:prefix_cache_hits_total"] >= 32 and not used else None
+    return found if found["intarsia:prefix_cache_hits_total"] >= 32 and not used else {}
 
 
 def test_every_family_agrees_whatever_happened(server: RealServer) -> None:

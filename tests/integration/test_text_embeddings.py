@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tests.integration.real_server import RealServer, as_safetensors
-from tests.models import MAX_POSITIONS, embed, hf_generate, hf_hidden, random_prompt
+from tests.models import HIDDEN_SIZE, MAX_POSITIONS, embed, hf_generate, hf_hidden, random_prompt
 from tests.server.harness import eventually
 
 TEXTS = ["What is the capital of France?", "Paris.", "The cutter draws a pattern, " * 12, "é"]
@@ -93,6 +93,18 @@ def test_every_kind_of_input(server: RealServer, llama: Path, pooling: str, norm
                 assert len(found) == len(prompts)
                 for each, prompt in zip(found, prompts, strict=True):
                     assert_close(each, reference(llama, prompt, pooling, normalize=normalize))
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_what_overflows_in_the_model_has_no_embedding(server: RealServer, pooling: str, encoding: str) -> None:
+    """JSON has no NaN: there would be nulls in the place of numbers."""
+    sent = [{"type": "prompt_embeds", "data": as_safetensors(torch.full((3, HIDDEN_SIZE), 3e38))}]
+    with server.client() as client:
+        body = {"input": [[5, 6], sent], "pooling": pooling, "encoding_format": encoding}
+        response = client.post("/v1/embeddings", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "input"), response.text
+        assert client.post("/v1/embeddings", json={**body, "input": [[5, 6]]}).status_code == 200
 
 
 def test_a_hundred_among_answers(server: RealServer, llama: Path) -> None:

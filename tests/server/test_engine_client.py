@@ -48,6 +48,7 @@ from server.metrics import Metrics
 from server.private_dir import PrivateDir
 from server.prompt import PromptRows
 from server.request_context import RequestContext, current_request
+from tests.server.reading import all_events, next_event, next_tokens
 
 MODEL = ModelInfo("/nowhere", "llama", "float32", 8, 32, 512, 16, 64, 8)
 PROMPT = PromptRows.from_token_ids([1, 2, 3])
@@ -226,14 +227,13 @@ def test_events_of_a_request() -> None:
         prompt_logprobs = PromptLogprobs(request, 1, (None, entry))
         started = Started(request, 0, 2, 0.5)
         runner.step([request], [7], logprobs=[entry], started=[started], prompt_logprobs=[prompt_logprobs])
-        assert await anext(stream) == ChoiceEvent(0, [7], [entry], started, [prompt_logprobs])
+        assert await next_event(stream) == ChoiceEvent(0, [7], [entry], started, [prompt_logprobs])
         end = End(request, 0, "stop", 8)
         runner.step([request], [8], logprobs=[entry], ends=[end])
-        assert await anext(stream) == ChoiceEvent(0, [8], [entry], end=end)
+        assert await next_event(stream) == ChoiceEvent(0, [8], [entry], end=end)
         assert engine.num_requests == 0
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        await stream.aclose()
+        assert await next_event(stream) is None
+        stream.abort()
         assert await runner.idle()  # No abort for what has ended.
 
     play(scenario)
@@ -245,7 +245,7 @@ def test_output_may_overtake_the_acceptance() -> None:
         message, _ = await runner.receive()
         assert isinstance(message, Generate)
         runner.step([message.request], [4])
-        assert (await anext(await task)).tokens == [4]
+        assert await next_tokens(await task) == [4]
 
     play(scenario)
 
@@ -283,7 +283,7 @@ def test_tokens_that_a_reader_takes_directly() -> None:
         several, request = await submit(engine, runner, n=2)
         several.take_directly(direct)
         runner.step([request], [6])
-        assert (await anext(several)).tokens == [6]
+        assert await next_tokens(several) == [6]
 
     play(scenario)
 
@@ -295,10 +295,10 @@ def test_a_slow_reader_finds_its_tokens_merged() -> None:
             runner.step([request, request], [token, 10 + token], [0, 1])
         runner.step([], [], ends=[End(request, 1, "length")])
         await settle(engine, runner)
-        assert await anext(stream) == ChoiceEvent(0, [0, 1, 2, 3, 4])
-        assert await anext(stream) == ChoiceEvent(1, [10, 11, 12, 13, 14], end=End(request, 1, "length"))
+        assert await next_event(stream) == ChoiceEvent(0, [0, 1, 2, 3, 4])
+        assert await next_event(stream) == ChoiceEvent(1, [10, 11, 12, 13, 14], end=End(request, 1, "length"))
         runner.step([request], [5], ends=[End(request, 0, "length")])
-        assert [event async for event in stream] == [ChoiceEvent(0, [5], end=End(request, 0, "length"))]
+        assert await all_events(stream) == [ChoiceEvent(0, [5], end=End(request, 0, "length"))]
 
     play(scenario)
 
@@ -333,7 +333,7 @@ def test_an_answer_for_a_request_that_is_gone_is_dropped() -> None:
         await settle(engine, runner)
         other, number = await submit(engine, runner)
         runner.step([number], [2])
-        assert (await anext(other)).tokens == [2]
+        assert await next_tokens(other) == [2]
 
     play(scenario)
 
@@ -354,9 +354,9 @@ def test_abort_of_one_choice() -> None:
         await settle(engine, runner)
         stream.abort(0)
         assert await next_abort(runner) == (request, 0)
-        assert await anext(stream) == ChoiceEvent(1, [2])  # What was ready of choice 0 has gone with it.
+        assert await next_event(stream) == ChoiceEvent(1, [2])  # What was ready of choice 0 has gone with it.
         runner.step([request, request], [1, 2], [0, 1], ends=[End(request, 1, "length")])
-        assert [event async for event in stream] == [ChoiceEvent(1, [2], end=End(request, 1, "length"))]
+        assert await all_events(stream) == [ChoiceEvent(1, [2], end=End(request, 1, "length"))]
         assert engine.num_requests == 0
         assert engine.metrics.finished["length"].value == 1
         stream.abort(0)
@@ -371,7 +371,7 @@ def test_abort_of_the_last_choice_counts_as_a_stop() -> None:
         stream.abort(0)
         assert await next_abort(runner) == (request, -1)
         assert engine.metrics.finished.values() == {"stop": 1}
-        assert [event async for event in stream] == []
+        assert await all_events(stream) == []
 
     play(scenario)
 
@@ -379,9 +379,8 @@ def test_abort_of_the_last_choice_counts_as_a_stop() -> None:
 def test_closing_aborts_once() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         stream, request = await submit(engine, runner, n=3)
-        async with stream:
-            pass
-        await stream.aclose()
+        stream.abort()
+        stream.abort()
         assert await next_abort(runner) == (request, -1)
         assert await runner.idle()
         assert engine.num_requests == 0
@@ -408,10 +407,10 @@ def test_an_answer_that_a_client_ends() -> None:
         runner.send(Aborted(message.request))
         runner.send(Reply(question.request))
         assert await asking
-        assert (await anext(stream)).tokens == [7]
+        assert await next_tokens(stream) == [7]
         with pytest.raises(RequestAborted):
-            await anext(stream)
-        await stream.aclose()
+            await next_event(stream)
+        stream.abort()
         assert await runner.idle()  # The runner knows already.
         assert engine.num_requests == 0
         assert engine.metrics.finished.values() == {"abort": 1}
@@ -506,17 +505,17 @@ def test_the_runner_fails() -> None:
         waiting, _ = await submit(engine, runner)
         pending = asyncio.create_task(engine.generate(PROMPT, PARAMS))
         await runner.receive()
-        reader = asyncio.create_task(anext(waiting))
+        reader = asyncio.create_task(next_event(waiting))
         runner.step([request], [1])
         runner.send(Failed("boom"))
         await settle(engine, runner)
-        assert (await anext(stream)).tokens == [1]  # What came before the failure is still told.
-        for broken in (anext(stream), reader, pending, engine.generate(PROMPT, PARAMS)):
+        assert await next_tokens(stream) == [1]  # What came before the failure is still told.
+        for broken in (next_event(stream), reader, pending, engine.generate(PROMPT, PARAMS)):
             with pytest.raises(EngineFailed):
                 await broken
         assert engine.num_requests == 0
         assert engine.metrics.finished["error"].value == 3
-        await stream.aclose()
+        stream.abort()
 
     play(scenario)
 
@@ -527,7 +526,7 @@ def test_a_message_that_makes_no_sense_is_a_failure(frame: bytes) -> None:
         stream, _ = await submit(engine, runner)
         runner.outbox.send(frame)
         with pytest.raises(EngineFailed):
-            await anext(stream)
+            await next_event(stream)
 
     play(scenario)
 
@@ -537,7 +536,7 @@ def test_a_choice_that_does_not_exist_is_a_failure() -> None:
         stream, request = await submit(engine, runner)
         runner.step([request], [1], [5])
         with pytest.raises(EngineFailed):
-            await anext(stream)
+            await next_event(stream)
 
     play(scenario)
 
@@ -550,7 +549,7 @@ def test_a_silent_runner_does_not_keep_requests_waiting_for_acceptance() -> None
             await engine.generate(PROMPT, PARAMS)
         assert engine.num_requests == 1
         runner.step([request], [1])  # The one that was accepted is still there when the runner comes back.
-        assert (await anext(accepted)).tokens == [1]
+        assert await next_tokens(accepted) == [1]
         message, _ = await runner.receive()
         assert isinstance(message, Generate)  # A runner that comes back does not run the other for nobody.
         assert (await runner.receive())[0] == Abort(0, message.request)
@@ -580,7 +579,7 @@ def test_aborts_are_kept_until_the_runner_takes_messages_again() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         stream, request = await submit(engine, runner)
         runner.inbox.close(linger=0)
-        await until(lambda: not engine._to_runner.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+        await until(lambda: not int(engine._to_runner.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
         stream.abort()
         runner.inbox = runner.context.socket(zmq.PULL)
         runner.inbox.bind(engine.runner_address)
@@ -605,7 +604,7 @@ def test_nothing_is_left_of_ten_thousand_requests() -> None:
     async def scenario(engine: EngineClient, runner: Runner) -> None:
         async def one(number: int) -> None:
             stream = await engine.generate(PROMPT, PARAMS)
-            async for _ in stream:
+            while await next_event(stream) is not None:
                 if number % 3 == 0:
                     stream.abort()
 

@@ -10,6 +10,7 @@ import pytest
 from runner.messages import Accepted, End, Failed, HiddenRows, LookUp, Rejected, RejectReason, SamplingParams, TokenRows
 from server.engine_client import EngineClient
 from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
+from tests.server.reading import all_events
 from tests.server.test_engine_client import PROMPT, Runner, play, settle
 
 
@@ -87,7 +88,7 @@ def test_hidden_states_come_with_the_tokens() -> None:
         runner.step([], [], ends=[End(number, 0, "length")])
         runner.step([], [], hidden=[HiddenRows(number, 0, 4, b"too late")], ends=[End(number, 1, "length")])
         await settle(engine, runner)
-        events = [event async for event in stream]
+        events = await all_events(stream)
         assert [(event.choice, event.tokens) for event in events] == [(0, [7]), (1, [])]
         assert [[rows.rows for rows in event.hidden] for event in events] == [[b"early", b"with it"], [b"other"]]
 

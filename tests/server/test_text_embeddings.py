@@ -247,6 +247,15 @@ def test_nothing_has_no_direction() -> None:
     assert embedding_of(b"\0" * 8, "float32", dimensions=2, normalize=True).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_no_embedding(value: float) -> None:
+    row = np.array([1.0, 2.0, value], np.float32).tobytes()
+    for normalize in (True, False):
+        with pytest.raises(ValueError):
+            embedding_of(row, "float32", dimensions=3, normalize=normalize)
+        assert np.isfinite(embedding_of(row, "float32", dimensions=2, normalize=normalize)).all()
+
+
 @pytest.mark.parametrize(
     ("config", "configured", "expected"),
     [
