@@ -242,7 +242,8 @@ class Endpoint:
         try:
             frames = with_shared(message.spans, frames, engine.info.hidden_size * engine.model.dtype.itemsize)
         except RowsGone:
-            return self._reject(message, "invalid", "The rows of the prompt are gone.")
+            # Nobody waits, where the worker has let go of them; else it is our own want of room.
+            return self._reject(message, "rows_full", "The rows of the prompt could not be read.", 1.0)
         try:
             stored = self._store.lease(span.stored for span in message.spans if span.stored)
         except NotStored:
@@ -305,7 +306,7 @@ class Endpoint:
                 rows = frames[0].nbytes // DIGEST_BYTES
                 frames = [frames[0], map_rows(message.shared, rows * row_size)]
             except RowsGone:
-                return self._send(message.worker, StoreAnswer(message.request, problem="invalid"))
+                return self._send(message.worker, StoreAnswer(message.request, problem="full"))
         self._send(message.worker, answer(self._store, message, frames, row_size))
 
     def _look_up(self, message: LookUp, frames: list[memoryview]) -> None:

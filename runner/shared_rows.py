@@ -25,7 +25,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class RowsGone(Exception):
-    """The worker has given the request up, or says what is not so."""
+    """The worker has given the request up, or says what is not so; or this process has no descriptor or memory left."""
 
 
 def can_share(probe: SharedRows | None) -> bool:
@@ -63,6 +63,8 @@ def map_rows(shared: SharedRows, size: int) -> memoryview:
         if status.st_ino != shared.inode or status.st_size != size or size <= 0:
             raise RowsGone
         return _mapped(descriptor, size).data
+    except (OSError, MemoryError):
+        raise RowsGone from None
     finally:
         os.close(descriptor)
 

@@ -7,6 +7,7 @@ import base64
 import http.client
 import json
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +75,16 @@ def open_files(server: RealServer) -> int:
     return count
 
 
-def mappings(server: RealServer) -> int:
-    """What the runner has mapped of it."""
+def runner_of(server: RealServer) -> int:
     main = server.process.pid
     children = map(int, Path(f"/proc/{main}/task/{main}/children").read_text().split())
     (runner,) = (pid for pid in children if b"\0runner\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return Path(f"/proc/{runner}/maps").read_text().count("intarsia-rows")
+    return runner
+
+
+def mappings(server: RealServer) -> int:
+    """What the runner has mapped of it."""
+    return Path(f"/proc/{runner_of(server)}/maps").read_text().count("intarsia-rows")
 
 
 def test_every_form_answers_like_hugging_face(server: RealServer, wide: Path, prompt: tuple[bytes, list[int]]) -> None:
@@ -112,6 +117,25 @@ def test_the_runner_reads_it_where_it_is(server: RealServer, prompt: tuple[bytes
         assert mappings(server) == 1
         eventually(lambda: open_files(server) == 0)  # let go of with the body
     eventually(lambda: mappings(server) == 0)
+
+
+def test_a_runner_without_descriptors_wants_another_try(server: RealServer, prompt: tuple[bytes, list[int]]) -> None:
+    file, expected = prompt
+    calls = [("/v1/completions", form(asked(part(part="rows")), file))]
+    calls += [("/v1/prompt_embeds", {"content": file, "headers": FILE})]
+    runner = runner_of(server)
+    before = resource.prlimit(runner, resource.RLIMIT_NOFILE)
+    with server.client() as client:
+        resource.prlimit(runner, resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            refused = [client.post(path, **call) for path, call in calls]
+        finally:
+            resource.prlimit(runner, resource.RLIMIT_NOFILE, before)
+        assert [each.status_code for each in refused] == [429, 429]
+        assert all(each.headers["Retry-After"] == "1" for each in refused)
+        (path, call), _ = calls
+        assert client.post(path, **call).json()["choices"][0]["token_ids"] == expected
+    eventually(lambda: mappings(server) == open_files(server) == 0)
 
 
 def test_base64_that_is_cut_or_refused_leaves_nothing(server: RealServer, prompt: tuple[bytes, list[int]]) -> None:
