@@ -28,8 +28,8 @@ class PositionIds:
         self._host_given = torch.empty(staging_depth, 3, max_rows, dtype=torch.int32, pin_memory=pin)
         self._host_offsets = torch.zeros(staging_depth, num_slots, dtype=torch.int32, pin_memory=pin)
         self._current = torch.zeros(num_slots, dtype=torch.int32)
-        self._is_given = True
-        """Whether an earlier step has left ids in `_given`. (At first: whatever the memory holds.)"""
+        self._is_given = False
+        """Whether the step before has left ids in `_given`."""
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
 
     def stage(self, step: Step, index: int) -> Callable[[], None]:
