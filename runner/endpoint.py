@@ -101,6 +101,8 @@ class Endpoint:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._status: Loading | Ready | Failed = Loading("starting")
+        self._status_lock = threading.Lock()
+        """Held until a status is sent, lest it arrive behind the next one. Taken before `_lock`."""
         self._admission = Admission(config)
         self._last_heartbeat = 0.0
         self._store = EmbeddingStore(config.max_stored_bytes, config.max_stored_bytes_per_key, config.stored_seconds)
@@ -233,7 +235,8 @@ class Endpoint:
                 self._out[hello.worker] = socket
         if can_share(hello.shared):
             self._send(hello.worker, Sharing())
-        self._send(hello.worker, self._status)
+        with self._status_lock:
+            self._send(hello.worker, self._status)
 
     def _admit(self, message: Generate, frames: list[memoryview]) -> None:
         engine = self._engine
@@ -379,8 +382,9 @@ class Endpoint:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _set_status(self, status: Loading | Ready | Failed) -> None:
-        self._status = status
-        self._broadcast(status)
+        with self._status_lock:
+            self._status = status
+            self._broadcast(status)
 
     def _broadcast(self, message: FromRunner) -> None:
         for worker in list(self._out):

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 from server.tools.styles import tool_style_of
 from tests.compat.servers import TEMPLATES, TOOLS_TEMPLATE
 
+pytestmark = pytest.mark.timeout(300)  # on a busy machine the model takes a minute to be converted
+
 USER, ANSWER = {"role": "user", "content": "Hello\nyou"}, {"role": "assistant", "content": "Yes?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 

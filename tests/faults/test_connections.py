@@ -80,7 +80,7 @@ def test_peers_that_have_vanished(faulty: FaultyServer) -> None:
         eventually(lambda: faulty.levels()["server_load"] == 6)
         for connection in connections:
             vanish(connection)
-        eventually(lambda: faulty.levels()["server_load"] == 0, 15)
+        eventually(lambda: faulty.levels()["server_load"] == 0)
     eventually(lambda: faulty.status("/readyz") == 200)
     faulty.assert_well()
 

@@ -74,7 +74,8 @@ def settled(server: RealServer) -> dict[str, float]:
     """What is counted, once all that `test_every_family_agrees_whatever_happened` sends is; nothing before."""
     found = scrape(server)
     counts = [total(found, name) for name in ("request_success_total", "http_responses_total", "errors_total")]
-    return found if all(map(ge, counts, (11, 14, 4))) and found["intarsia:num_requests_running"] == 0 else {}
+    counts.append(found["intarsia:embedding_decode_seconds_count"])
+    return found if all(map(ge, counts, (11, 14, 4, 2))) and found["intarsia:num_requests_running"] == 0 else {}
 
 
 def at_rest(server: RealServer) -> dict[str, float]:

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runner import default_model as module
 from runner.default_model import FILES, DefaultModelError, default_model_path
 
+pytestmark = pytest.mark.timeout(300)  # on a busy machine the model takes a minute to be converted
+
 HEADS = {"q": 9, "k": 3}
 
 Convert = Callable[[Path, Path], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import zmq
 
 from runner.config import RunnerConfig
+from runner.endpoint import Endpoint
 from runner.messages import (
     AbortAnswer,
     Aborted,
@@ -196,3 +198,23 @@ def test_a_fault_in_the_receiving_thread_ends_the_runner(tmp_path: Path) -> None
     assert "the receiving thread died: KeyError" in said
     assert "in look_up" in said  # where
     assert "secret" not in said  # a prompt, for all we know
+
+
+def test_the_answer_to_a_greeting_is_not_behind_the_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker would take the start to have gone back to it."""
+    monkeypatch.setattr(Endpoint, "_receive", lambda self: None)
+    endpoint = Endpoint(RunnerConfig(address="inproc://runner"))
+    next_stage = threading.Thread(target=endpoint.set_stage, args=("reading",))
+    sent: list[FromRunner] = []
+
+    def send(worker: int, message: FromRunner) -> None:
+        if threading.current_thread() is not next_stage:
+            next_stage.start()
+            next_stage.join(0.5)  # for as long as it would take if nothing held it up
+        sent.append(message)
+
+    monkeypatch.setattr(endpoint, "_send", send)
+    endpoint._greet(Hello(0, "inproc://worker"))
+    next_stage.join()
+    endpoint._context.destroy(linger=0)
+    assert sent == [Loading("starting"), Loading("reading")]

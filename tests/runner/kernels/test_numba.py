@@ -148,6 +148,7 @@ def test_openmp_may_give_fewer_threads_than_are_asked_for() -> None:
     run_apart(_FEWER_THREADS, {"OMP_THREAD_LIMIT": "1"})
 
 
+@pytest.mark.timeout(300)
 def test_a_damaged_cache_costs_a_warning(tmp_path: Path) -> None:
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
     run_apart(_FEWER_THREADS, environment)
@@ -182,6 +183,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.timeout(300)
 def test_no_dtype_gets_another_s_code(tmp_path: Path) -> None:
     """As two processes once left it that were started at once: neither may any more, and what is left does no harm."""
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
