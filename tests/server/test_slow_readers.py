@@ -63,6 +63,9 @@ async def serve(app: Served, client: Callable[[socket.socket], Coroutine[Any, An
         await loop.sock_connect(connection, listener.getsockname())
         await loop.sock_sendall(connection, REQUEST)
         try:
+            async with asyncio.timeout(30):  # else it would seem to be gone before it is there
+                while not http.server_state.connections:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             await client(connection)
             async with asyncio.timeout(30):
                 while cut and http.server_state.connections:  # noqa: ASYNC110 - nothing to wait for sets an event
