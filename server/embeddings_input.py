@@ -52,7 +52,8 @@ def _as_inputs(value: Any) -> tuple[Sequence[str | list[Any]], bool]:
     if isinstance(value, str):
         return [value], False
     if isinstance(value, list) and value:
-        kinds = set(map(type, value))
+        # More than there can be inputs are not looked at before they are counted: there may be millions.
+        kinds = {type(value[0])} if len(value) > MAX_INPUTS else set(map(type, value))
         if kinds == {int} or isinstance(value[0], dict):  # type(True) is bool
             return [value], False
         if kinds <= {str, list}:

@@ -151,9 +151,10 @@ def _as_prompts(value: Any) -> list[str] | list[list[Any]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
-        kinds = set(map(type, value))
-        if not kinds:
+        if not value:
             raise InvalidRequest("prompt must not be an empty list.", param="prompt")
+        # More than there can be prompts are not looked at before they are counted: there may be millions.
+        kinds = {type(value[0])} if len(value) > MAX_PROMPTS else set(map(type, value))
         if kinds == {int} or isinstance(value[0], dict):  # type(True) is bool
             return [value]
         if kinds in ({str}, {list}):

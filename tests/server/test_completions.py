@@ -144,7 +144,13 @@ def test_too_many_prompts_and_choices() -> None:
     assert engine.submitted == []
 
 
-@pytest.mark.parametrize("prompt", ["9" * 200, [5] * 128, "9" * 2_000_000], ids=["text", "ids", "huge"])
+UNSEEN: list[Any] = [*[5] * MAX_PROMPTS, "x"]
+"""Of so many ids none is looked at."""
+
+
+@pytest.mark.parametrize(
+    "prompt", ["9" * 200, [5] * 128, "9" * 2_000_000, UNSEEN], ids=["text", "ids", "huge", "unseen"]
+)
 def test_a_prompt_beyond_the_context(prompt: Any) -> None:
     with api(say(ANSWER)) as (client, _):
         error = refused(client, prompt=prompt)

@@ -40,6 +40,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [5] * (CONTEXT + 1)}, "input", "context_length_exceeded"),
     ({"input": ["x", [5] * (CONTEXT + 1)]}, "input[1]", "context_length_exceeded"),
     ({"input": [-1] * (CONTEXT + 1)}, "input", "context_length_exceeded"),  # counted, not looked at
+    ({"input": [*[5] * MAX_INPUTS, "x"]}, "input", "context_length_exceeded"),
     ({"input": "x" * 100_000}, "input", "context_length_exceeded"),
     ({"input": [[5]] * (MAX_INPUTS + 1)}, "input", "invalid_value"),
     ({"input": [[{"type": "text", "text": "x"}] * 2049] * 2}, "input", "invalid_value"),
