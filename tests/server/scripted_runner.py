@@ -204,12 +204,13 @@ class ScriptedRunner:
             rows = [memoryview(frame) for frame in frames[1:]]
             if isinstance(message, PutRows) and message.shared is not None:
                 rows[1] = map_rows(message.shared, rows[0].nbytes // DIGEST_BYTES * self.row_size)
-            self.send(answer(self.store, message, rows, self.row_size), message.worker)
-            self.write("stored", worker=message.worker, entries=len(self.store))
+            about_rows = answer(self.store, message, rows, self.row_size)
+            self.write("stored", worker=message.worker, entries=len(self.store))  # before who reads it is told to go on
+            self.send(about_rows, message.worker)
         elif isinstance(message, ToRecords):
             reply, found = answer_about_records(self.records, message, [memoryview(frame) for frame in frames[1:]])
-            self.workers[message.worker].send_multipart([encode(reply), *found])
             self.write("record", worker=message.worker, question=type(message).__name__)
+            self.workers[message.worker].send_multipart([encode(reply), *found])
 
     @cached_property
     def row_size(self) -> int:
