@@ -2,6 +2,7 @@
 // nodes and nothing else; the page's policy (require-trusted-types-for) forbids any other way.
 
 import { EngineView } from "./engine.js";
+import { Frames } from "./frames.js";
 import { Pieces, element, labelled } from "./pieces.js";
 import { Problem, get, post } from "./stream.js";
 import { Spelling } from "./spelling.js";
@@ -12,6 +13,7 @@ const byId = (id) => document.getElementById(id);
 
 const engine = new EngineView();
 const pieces = new Pieces(byId("pieces"));
+const frames = new Frames(byId("transcript"));
 const strips = [];
 let mode = "chat";
 let messages = [];
@@ -105,6 +107,7 @@ async function send() {
       if (!clock.first) turn.all.remove();
     }
   } finally {
+    frames.flush();
     running = null;
     busy(false);
     engine.poll();
@@ -124,15 +127,18 @@ async function chat(content, turn, clock, signal) {
     for await (const event of post("/chat/completions", body, signal)) {
       clock.take(event, turn.note);
       for (const { delta, logprobs } of event.choices) {
-        if (delta.reasoning_content) {
-          turn.thoughts.hidden = false;
-          turn.thoughts.append(delta.reasoning_content);
-          thoughts += delta.reasoning_content;
-        }
+        const thought = delta.reasoning_content ?? "";
+        thoughts += thought;
         answer += delta.content ?? "";
-        const tokens = delta.reasoning_content ? [] : (logprobs?.content ?? []).map(fromChat);
-        spelling.spell(tokens, delta.content ?? "").forEach((token) => turn.strip.push(token));
-        follow();
+        const tokens = thought ? [] : (logprobs?.content ?? []).map(fromChat);
+        const spelled = spelling.spell(tokens, delta.content ?? "");
+        frames.add(() => {
+          if (thought) {
+            turn.thoughts.hidden = false;
+            turn.thoughts.append(thought);
+          }
+          spelled.forEach((token) => turn.strip.push(token));
+        });
       }
     }
   } finally {
@@ -148,8 +154,8 @@ async function complete(prompt, turn, clock, signal) {
   for await (const event of post("/completions", body, signal)) {
     clock.take(event, turn.note);
     for (const { text, logprobs } of event.choices) {
-      spelling.spell(logprobs ? fromCompletion(logprobs) : [], text).forEach((token) => turn.strip.push(token));
-      follow();
+      const spelled = spelling.spell(logprobs ? fromCompletion(logprobs) : [], text);
+      frames.add(() => spelled.forEach((token) => turn.strip.push(token)));
     }
   }
 }
@@ -206,12 +212,6 @@ function show(summary) {
   const strip = new TokenStrip(box, byId("tokens").checked);
   strips.push(strip);
   return { all, thoughts, strip, note };
-}
-
-/** Stay at the end, unless the reader has gone up. */
-function follow() {
-  const view = byId("transcript");
-  if (view.scrollHeight - view.scrollTop - view.clientHeight < 120) view.scrollTop = view.scrollHeight;
 }
 
 function busy(on) {

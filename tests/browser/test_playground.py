@@ -214,18 +214,73 @@ def forgive(page: Chromium) -> None:
     page.complaints.clear()
 
 
+AT_END = (
+    "view => view.scrollHeight > 2 * view.clientHeight && view.scrollHeight - view.scrollTop - view.clientHeight < 120"
+)
+
+
 def test_an_answer_can_be_stopped(page: Chromium, server: RealServer) -> None:
     page.run("document.querySelector('#max_tokens').value = 450")
     change_requests(page, {"ignore_eos": True, "n": 128})  # which would take two minutes
     write(page, "What?")
     page.press("Enter", ctrl=True)
-    page.until("document.querySelectorAll('.answer .token').length > 3")
+    # However fast they come and however many there are, the page has time for a key.
+    page.until("document.querySelectorAll('.answer .token').length > 3000")
     page.until("document.querySelector('#running').textContent === '1'")
+    assert page.run(f"({AT_END})(document.querySelector('#transcript'))")
     page.press("Escape")
     page.until("document.querySelector('#stop').hidden")
     assert page.run("document.querySelector('.note').textContent") == "stopped"
     page.until("document.querySelector('#running').textContent === '0'")  # the engine has let go of it
     assert page.run("document.querySelectorAll('.answer .token').length") < 128 * 450
+
+
+INSTANT = """
+const whole = new TextEncoder().encode(event.repeat(count) + "data: [DONE]\\n\\n");
+const fetched = window.fetch;
+window.fetch = (url, options) => options?.method !== "POST" ? fetched(url, options) : Promise.resolve(
+  new Response(new ReadableStream({ start(stream) { stream.enqueue(whole); stream.close(); } })));
+"""
+"""An answer of so many events that comes at once."""
+
+
+def test_an_answer_that_is_there_already_leaves_the_page_its_turns(page: Chromium) -> None:
+    seen = page.run(
+        """(async (event, count) => {"""
+        + INSTANT
+        + """
+        const { post } = await import("/playground/stream.js");
+        let seen = 0, atTurn = null;
+        for await (const each of post("/completions", {})) {
+          if (!seen) setTimeout(() => { atTurn = seen; });
+          seen += each.count;
+        }
+        return [atTurn, seen];
+        })('data: {"count": 1}\\n\\n', 300000)"""
+    )
+    assert seen[1] == 300_000
+    assert seen[0] is not None
+    assert seen[0] < seen[1]
+
+
+def test_the_page_is_not_laid_out_for_each_token(page: Chromium) -> None:
+    token = {"token": "word ", "bytes": [*b"word "], "logprob": -0.5, "top_logprobs": []}
+    choice = {"index": 0, "delta": {"content": "word "}, "logprobs": {"content": [token]}, "finish_reason": None}
+    event = json.dumps(f"data: {json.dumps({'choices': [choice]})}\n\n")
+    page.run(
+        f"((event, count) => {{ {INSTANT} }})({event}, 2000);"
+        """
+        const view = document.querySelector("#transcript");
+        const height = Object.getOwnPropertyDescriptor(Element.prototype, "scrollHeight").get;
+        window.looked = 0;
+        Object.defineProperty(view, "scrollHeight", { get() { window.looked++; return height.call(this); } });
+        """
+    )
+    write(page, "What?")
+    page.press("Enter", ctrl=True)
+    page.until("document.querySelectorAll('.answer .token').length === 2000 && document.querySelector('#stop').hidden")
+    assert page.run(f"({AT_END})(document.querySelector('#transcript'))")
+    assert 0 < page.run("window.looked") < 400
 
 
 def test_the_engine_is_seen(page: Chromium, server: RealServer) -> None:
