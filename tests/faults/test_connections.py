@@ -16,6 +16,8 @@ from tests.faults.faulty_server import FaultyServer, Footprint, request_bytes
 from tests.server.harness import Stream, eventually
 
 _TCP_REPAIR = 19
+_PASSING = 8
+"""File descriptors that come and go."""
 LONG = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 450, "ignore_eos": True}
 
 
@@ -43,11 +45,12 @@ def test_idle_connections(faulty: FaultyServer, long_run: bool) -> None:
             if index % 3:
                 data = request_bytes("/livez", b"", method="GET")
                 connection.sendall(data[:20] if index % 3 == 1 else data)
-        held = eventually(lambda: _held(faulty, before.files + count))
+        # A few may have been those of whoever asked before, and be closed by now.
+        held = eventually(lambda: _held(faulty, before.files + count - _PASSING))
         assert held is not None
         assert held.anonymous - before.anonymous < count * 64 << 10
         faulty.assert_well()
-    eventually(lambda: faulty.footprints(objects=False)["server"].files <= before.files + 8)
+    eventually(lambda: faulty.footprints(objects=False)["server"].files <= before.files + _PASSING)
     faulty.assert_well()
 
 
