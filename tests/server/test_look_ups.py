@@ -10,8 +10,8 @@ import pytest
 from runner.messages import Accepted, End, Failed, HiddenRows, LookUp, Rejected, RejectReason, SamplingParams, TokenRows
 from server.engine_client import EngineClient
 from server.errors import APIError, EngineFailed, InvalidRequest, QueueFull, Unavailable
+from tests.server.played_runner import PROMPT, Runner, play, settle
 from tests.server.reading import all_events
-from tests.server.test_engine_client import PROMPT, Runner, play, settle
 
 
 async def asked(runner: Runner) -> tuple[LookUp, list[int]]:
